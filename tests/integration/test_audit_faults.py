@@ -10,9 +10,11 @@ import pytest
 from audited_traffic import Audited, audited
 from byte_tokenizer import write_tokenizer
 from faulty_torch import FAULTS, Fault, FaultyTorch
+from structlog.testing import capture_logs
 from tiny_engines import TINY_LLAMA
 
 from text_generation_proto.values import WarmUpLimits
+from text_generation_router.audit.verdict import LEAST, ROUNDED
 from text_generation_shard.config import ShardConfig
 
 MOST_AUDITS = 200
@@ -31,14 +33,14 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def engine(model: Path, fault: Fault | None) -> FaultyTorch:
+def engine(model: Path, fault: Fault | None, dtype: str = "float32") -> FaultyTorch:
     load_format = "auto" if (model / "model.safetensors").exists() else "dummy"
     config = ShardConfig(
         engine="torch",
         model_path=str(model),
         load_format=load_format,
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         max_batch_size=16,
         speculate="8" if fault == "draft" else "0",  # steps with drafts depend on measured times
     )
@@ -80,3 +82,15 @@ async def test_sound_engines_raise_no_alarm(model: Path, tmp_path: Path) -> None
         assert stats.preemptions > 0
         assert stats.moves > 0
         assert server.auditor.verdicts["same"] == server.audited == len(server.submitted), server.events
+
+
+async def test_the_bound_of_rounded_types_is_measured_at_the_start(model: Path, tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with audited([engine(model, None, "bfloat16")], tmp_path) as server:
+            await server.idle()
+            assert not server.auditor.verdicts
+            await server.burst(4)
+    (line,) = (each for each in logs if each["event"] == "bound of audits measured")
+    assert line["dtype"] == "bfloat16"
+    assert LEAST <= line["nats"] <= ROUNDED.token
+    assert server.auditor.verdicts["same"] == server.audited == len(server.submitted), server.events

@@ -18,6 +18,8 @@ from structlog.testing import capture_logs
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.errors import DeadlineExceeded
 from text_generation_router.request import QualityOfService, Request, RequestProgress, TenantId
+from text_generation_router.scheduling.messages import Placement, SchedulerOutput
+from text_generation_router.shards.convert import orders_to_pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Failure, Orders
 from text_generation_shard.engines.echo import EchoEngine
@@ -208,6 +210,16 @@ async def test_the_reuse_of_prefixes_is_switched_off_after_three_findings(tmp_pa
         assert await serve(server, request(server)) == [list(PROMPT[:8])]
         assert server.cluster.scheduler.stats().cached_blocks == cached
         assert [kind for kind, _, _ in server.events] == ["audit"] * 3 + ["isolated"]
+
+
+async def test_requests_do_without_what_is_isolated(tmp_path: Path) -> None:
+    async with audited([echo()], tmp_path) as server:
+        server.cluster.isolated += ["drafts", "offload"]
+        server.submit(request(server, 1))
+        (sequence,) = server.cluster.scheduler.requests.values()
+        assert sequence.request.without == {"drafts", "offload"}
+        orders = orders_to_pb(SchedulerOutput(1, placements=(Placement(0, sequence.request, (), ()),)), ())
+        assert orders.placements[0].no_drafts
 
 
 async def test_a_replica_that_serves_wrong_text_gets_no_requests_any_more(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ class Served:
     placements: int = 0
     preemptions: int = 0
     losses: int = 0
-    """Replicas that were lost under it."""
+    """Replicas that it lost."""
     moves: int = 0
-    """These, and the times that it went on at another one."""
+    """Times that it lost its replica, or went on at another one."""
     chunks: int = 0
     drafts: int = 0
     """Steps in which tokens were drafted for it."""
@@ -60,7 +60,7 @@ class Served:
         self.losses, self.placements, self.version = sequence.moves.total, self.placements + 1, sequence.version
         self.replica, self.slot = sequence.replica, sequence.slot
         self.cached_tokens += sequence.cached_tokens
-        self.loads += sequence.loading
+        self.loads += sequence.loaded
         before = sequence.generated[len(self.tokens) :]  # by another scheduler
         self.tokens.extend(before)
         self.logprobs.extend([nan] * len(before))

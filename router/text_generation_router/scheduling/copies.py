@@ -226,7 +226,7 @@ class ReplicaCopies:
         self._cache.commit(sequence, sequence.cached_tokens)
         if states is not None:
             states.kept.clear()
-        sequence.loading = False
+        sequence.loading, sequence.loaded = False, True
 
     def _release(self, load: PrefixLoad) -> None:
         self._host.tree.release(load.node)

@@ -33,7 +33,7 @@ class Replays:
 
     @property
     def replicas(self) -> set[int]:
-        """The replicas that have one."""
+        """The replicas that have one: the times of their steps say nothing about the requests of clients."""
         return {sequence.replica for sequence in self._sequences.values()}
 
     def _able(self) -> Iterator[ReplicaScheduler]:

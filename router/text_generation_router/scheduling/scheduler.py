@@ -206,9 +206,7 @@ class Scheduler:
         """Record the results of a step."""
         deliveries, scheduler = Deliveries(), self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
-        measured = (
-            replica not in self.replays.replicas
-        )  # the time of a replay says nothing about the requests of clients
+        measured = replica not in self.replays.replicas
         served, left = scheduler.update(output, deliveries, measured=measured)
         for request_id, _ in deliveries.cached:
             count_hits(self._sequences[request_id], scheduler, self.queue)

@@ -94,6 +94,8 @@ class ScheduledSequence:
     """Leading tokens whose KV was cached at placement."""
     loading: bool = False
     """True while some of them are being loaded: meanwhile its prompt counts as scheduled, and those as not computed."""
+    loaded: bool = False
+    """True if some of them were."""
     load_failed: bool = False
     """It loads nothing more: what could not be loaded stays on the host while others hold it."""
     own_cached_tokens: int = 0
@@ -231,7 +233,7 @@ class ScheduledSequence:
         self.states = None
         self.duplicate_blocks = []
         self.prefix_lock = None
-        self.loading = False
+        self.loading = self.loaded = False
         self.committed_blocks = self.cached_tokens = self.own_cached_tokens = self.capacity = 0
         self.prefill_length = self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.state = state

@@ -48,7 +48,7 @@ def test_every_metric_of_our_own_is_listed() -> None:
     metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
     metrics.add_shards(Cluster(scheduler, metrics.steps), lambda: 1)
     metrics.add_preparation(PendingWork())
-    metrics.add_audits(Auditor(scheduler, metrics.steps, RouterConfig(), pb.InfoResponse()))
+    metrics.add_audits(Auditor(scheduler, metrics.steps, RouterConfig(), pb.InfoResponse(), 1))
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
         for family in text_string_to_metric_families(exposition(metrics.registry))

@@ -61,6 +61,12 @@ def test_a_step_seldom_waits_where_drafts_seldom_follow() -> None:
     assert 0 < waits < 40
 
 
+def test_a_sequence_without_drafts_has_none() -> None:
+    it, repeating = drafter(2), sequences(2, repeats=2)
+    repeating[0].no_drafts = True
+    assert tokens_of(it.drafts(repeating)) == {1: (2, 3, 4)}
+
+
 class Sevens:
     """Predicts nothing but 7."""
 

@@ -81,7 +81,7 @@ def test_what_a_request_used_is_recorded() -> None:
     assert it.features == {"replica 0"}
     media = (PlacedImage(2, 3, ImageFile(b"1", b"")),)
     it = served(grammar=Grammar(GrammarKind.REGEX, "a"), adapter="x", media=media)
-    it.placed(placed(it.request, 2, 1, 32, 1, loading=True))
+    it.placed(placed(it.request, 2, 1, 32, 1, loaded=True))
     it.placed(placed(it.request, 2, 5, 0, 1))
     it.got(pb.StepReport(token_ids=[1, 2, 3]), 1, 2, 6)
     it.chunks = 4

@@ -27,10 +27,11 @@ class World:
         for replica, spec in enumerate(specs):
             self.scheduler.open(replica, spec)
 
-    def submit(self, prompt: range, job: str = "") -> None:
+    def submit(self, prompt: range, job: str = "", *without: str) -> None:
         self.requests += 1
         qos = QualityOfService(TenantId(""), job=job)
-        self.scheduler.submit(Request(RequestId(self.requests), tuple(prompt), 1, qos=qos), 0.0)
+        request = Request(RequestId(self.requests), tuple(prompt), 1, qos=qos, without=frozenset(without))
+        self.scheduler.submit(request, 0.0)
         self.scheduler.dispatch()
 
     def orders(self, replica: int = 0) -> SchedulerOutput:
@@ -133,6 +134,18 @@ def test_a_failed_load_is_computed_and_forgotten() -> None:
     (host,) = world.scheduler.host_caches
     assert host.free == 24
     assert world.scheduler.host_caches.figures["failed"] == 1
+
+
+def test_a_request_without_the_host_cache_loads_and_stores_nothing() -> None:
+    world = World(SPEC)
+    world.compute(range(200))
+    world.scheduler.lose(0)
+    world.scheduler.open(0, SPEC)
+    world.submit(range(210), "", "offload")
+    orders = world.orders()
+    assert (orders.copies, [chunk for _, chunk in orders.prefill]) == ((), [210])
+    world.report(0, prefilled=orders)
+    assert not world.scheduler.may_have_orders(0), "nothing is stored"
 
 
 def test_a_short_prefix_is_computed() -> None:
