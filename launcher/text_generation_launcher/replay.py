@@ -30,8 +30,7 @@ async def replay(path: str, config: LauncherConfig, environ: Mapping[str, str]) 
         async with ShardClient.connect(address, access) as client:
             await client.ready(config.shard_connect_timeout)
             judgement = await replay_record(*record, client)
-        if judgement.verdict is Verdict.SAME:
-            code = ExitCode.STOPPED
+        code = ExitCode.STOPPED if judgement.verdict is Verdict.SAME else ExitCode.FAILED
         print_to_end(f"{json.dumps(asdict(judgement))}\n")
 
     try:

@@ -191,7 +191,7 @@ async def test_a_finding_is_logged_counted_and_written(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     order = ParseDict(record["order"], pb.NewSequence())
     assert order.prompt[-order.generated_tokens] == 101
-    assert (record["verdict"]["served"], record["drawn_ids"][0], record["suspect"]) == (101, 100, "prefix")
+    assert (record["verdict"]["served"], record["replayed"]["drawn_ids"][0], record["suspect"]) == (101, 100, "prefix")
 
 
 async def test_the_reuse_of_prefixes_is_switched_off_after_three_findings(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from text_generation_router.shards.observer import StepObserver, StepRecord
 
 RETRY_S = 0.05
 """Seconds between two looks for room while requests wait for their replay."""
-ISOLABLE = "prefix", "offload", "drafts"
-"""Features that requests can do without."""
 MEASURED = 64
 """Tokens of the prompt, and of the answer, that measure the bounds."""
 
@@ -79,10 +77,7 @@ class Auditor:
                 self.cluster.wake(number)
             self._forget_replays()
         if isolated := frozenset(self.cluster.isolated):
-            request = replace(request, without=isolated)
-            if "prefix" in isolated:
-                qos = replace(request.qos, salt=f"{request.id}")
-                request = replace(request, without=isolated | COLD, qos=qos)
+            request = replace(request, without=isolated | COLD if "prefix" in isolated else isolated)
         return self._watch(request) if is_chosen(request.id, self._share) else request
 
     def _watch(self, request: Request) -> Request:
@@ -201,10 +196,8 @@ class Auditor:
 
     def _judge(self, served: Served, scores: pb.TokenScores) -> None:
         if served.request.id == self._measured:
-            self._bounds = measured_bounds(served.logprobs, scores.logprobs)
-            log.info(
-                "bound of audits measured", engine=self._info.engine, dtype=self._info.dtype, nats=self._bounds.token
-            )
+            info, self._bounds = self._info, measured_bounds(served.logprobs, scores.logprobs)
+            log.info("bound of audits measured", engine=info.engine, dtype=info.dtype, nats=self._bounds.token)
             return
         features = served.features
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
@@ -219,8 +212,7 @@ class Auditor:
             text = f"An audit of request {served.request.id} found another text; likely cause: {suspect}"
             self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
             if self._config.audit_folder and self._findings.total <= MAX_RECORDS:
-                record = record_of(served, judgement, scores, self._info, suspect)
-                self._records.append((served.request.id, record))
+                self._records.append((served.request.id, record_of(served, judgement, scores, self._info, suspect)))
             if self._config.audit_action == "isolate" and (shared := self._findings.shared) is not None:
                 self._isolate(shared)
 
@@ -231,7 +223,7 @@ class Auditor:
             return
         if feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
             done = f"{feature} gets no requests any more"
-        elif feature in ISOLABLE:
+        elif feature in ("prefix", "offload", "drafts"):
             done = f"requests do without {feature}"
         else:
             return

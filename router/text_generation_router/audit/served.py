@@ -19,8 +19,7 @@ MAX_TRIES = 8
 REQUEST_BYTES = 2048
 """Upper estimate of a kept request without its tokens and lists."""
 COLD = frozenset({"prefix", "offload"})
-"""Replays, and all requests if the reuse of prefixes is isolated, do without. They have salts of their own: a request waits for a
-prefix that another one computes."""
+"""Replays do without, and all requests if the reuse of prefixes is isolated."""
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class Served:
             max_new_tokens=1,
             stop_sequences=(),
             logprobs=LogprobOptions(generated=True),
-            qos=QualityOfService(self.request.qos.tenant, Priority.BULK, salt="\0replay"),
+            qos=QualityOfService(self.request.qos.tenant, Priority.BULK),
             trace=None,
             replayed=len(known) - len(self.prompt),
             without=COLD,

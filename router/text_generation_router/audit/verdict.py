@@ -15,14 +15,13 @@ MEAN_OF = 8
 
 
 class Verdict(StrEnum):
+    """docs/audits.md tells when each is given."""
+
     SAME = "same"
     DIFFERENT = "different"
     UNJUDGED = "unjudged"
-    """No token has a score: its grammar was not compiled in time, or cannot be followed; or its adapter is gone."""
     FAILED = "failed"
-    """The replay ended with an error."""
     DROPPED = "dropped"
-    """It was never replayed: the memory for kept requests was full, or clients needed the room each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Bounds:
 
 EXACT = Bounds(token=1e-4, wrong=None, odd=0.1, draws=True)
 ROUNDED = Bounds(token=0.5, wrong=0.02, odd=0.25, draws=False)
-LEAST, SAFETY = 0.05, 8
+LEAST, SAFETY = 0.25, 8
 """The least bound of a token for rounded types, and the multiple of the largest difference in a text that is measured."""
 
 

@@ -212,4 +212,5 @@ class PendingPrompts:
 
 
 def _prefix(sequence: ScheduledSequence) -> tuple[str, bytes]:
-    return sequence.salt, sequence.prompt_key[:_PREFIX_BYTES]
+    salt = f"{sequence.id}" if "prefix" in sequence.request.without else sequence.salt
+    return salt, sequence.prompt_key[:_PREFIX_BYTES]

@@ -27,8 +27,6 @@ from text_generation_router.shards.first_join import join_all, join_first
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Delivery, Receiver
 
-AUDIT_SHARE = 0.001
-"""Default of --audit-share on GPUs."""
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
 
@@ -97,9 +95,7 @@ class Shards:
         scheduler = Scheduler(policy_of(config, model.info), replicas=0, first_store=secrets.randbits(32))
         metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
         metrics.add_names(config.metric_names, config.model_id or config.model_path)
-        share = config.audit_share
-        if share is None:
-            share = AUDIT_SHARE if model.info.device.startswith("cuda") else 0.0
+        share = 0.001 * model.info.device.startswith("cuda") if config.audit_share is None else config.audit_share
         if share and not model.info.scores_generated:
             log.warning("no audits: the engine does not score generated tokens", engine=model.info.engine)
         elif share:

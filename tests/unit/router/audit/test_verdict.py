@@ -124,7 +124,7 @@ def test_bounds_follow_the_data_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replayed", "token"), [([-0.5, -0.501], 0.05), ([-0.52, -0.5], 0.16), ([-0.9, -0.5], 0.5), ([nan, nan], 0.5)]
+    ("replayed", "token"), [([-0.5, -0.501], 0.25), ([-0.55, -0.5], 0.4), ([-0.9, -0.5], 0.5), ([nan, nan], 0.5)]
 )
 def test_bounds_are_a_multiple_of_the_difference_measured(replayed: list[float], token: float) -> None:
     assert measured_bounds([-0.5, -0.5], replayed).token == pytest.approx(token)

@@ -24,7 +24,7 @@ def scheduler(replicas: int = 1, blocks: int = 40, **policy: object) -> Schedule
 
 
 def replay(number: int = -1, prompt: tuple[int, ...] = PROMPT) -> Request:
-    qos, logprobs = QualityOfService(priority=Priority.BULK, salt="\0replay"), LogprobOptions(generated=True)
+    qos, logprobs = QualityOfService(priority=Priority.BULK), LogprobOptions(generated=True)
     return Request(RequestId(number), prompt, 1, logprobs=logprobs, qos=qos, replayed=len(prompt) // 2, without=COLD)
 
 
