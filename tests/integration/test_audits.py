@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from audited_traffic import ALL, Audited, audited
 from cluster_listener import Listener
 from google.protobuf.json_format import ParseDict
@@ -16,10 +17,13 @@ from metric_samples import exposition
 from structlog.testing import capture_logs
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import DeadlineExceeded
 from text_generation_router.request import QualityOfService, Request, RequestProgress, TenantId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
+from text_generation_router.serve.shards import Shards
 from text_generation_router.shards.convert import orders_to_pb
+from text_generation_router.shards.join import ReplicaInfo
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Failure, Orders
 from text_generation_shard.engines.echo import EchoEngine
@@ -241,3 +245,26 @@ async def test_a_replica_that_serves_wrong_text_gets_no_requests_any_more(tmp_pa
 async def test_the_last_replica_is_kept(tmp_path: Path) -> None:
     async with audited([echo()], tmp_path) as server:
         assert not server.cluster.release_replica(0)
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "scores", "audited"),
+    [
+        ("cuda:0", None, True, 0.001),
+        ("cpu", None, True, None),
+        ("cuda:0", 0.0, True, None),
+        ("cuda:0", None, False, None),
+    ],
+)
+def test_audits_are_on_by_default_on_gpus(
+    device: str, share: float | None, scores: bool, audited: float | None
+) -> None:
+    shards = Shards(RouterConfig(audit_share=share, shard_address=["127.0.0.1:1"]))
+    info = pb.InfoResponse(engine="torch", device=device, max_sequence_length=64, max_slots=4, scores_generated=scores)
+    with capture_logs() as logs:
+        shards.cluster(ReplicaInfo(info, pb.WarmUpResponse(num_blocks=8, block_size=16)))
+    auditor = shards._auditor
+    assert (None if auditor is None else auditor._share) == audited
+    assert [each["event"] for each in logs] == (
+        [] if scores else ["no audits: the engine does not score generated tokens"]
+    )

@@ -96,14 +96,14 @@ class Shards:
         metrics = Metrics(max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens, scheduler=scheduler)
         metrics.add_names(config.metric_names, config.model_id or config.model_path)
         share = 0.001 * model.info.device.startswith("cuda") if config.audit_share is None else config.audit_share
-        if share and not model.info.scores_generated:
-            log.warning("no audits: the engine does not score generated tokens", engine=model.info.engine)
-        elif share:
+        if share and model.info.scores_generated:
             auditor = self._auditor = Auditor(scheduler, metrics.steps, config, model.info, share)
             cluster = auditor.cluster = Cluster(scheduler, auditor, config.hang_timeout, delivery)
             cluster.on_submit = auditor.on_submit
             metrics.add_audits(auditor)
         else:
+            if share:
+                log.warning("no audits: the engine does not score generated tokens", engine=model.info.engine)
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)

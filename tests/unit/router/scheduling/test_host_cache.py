@@ -138,14 +138,15 @@ def test_a_failed_load_is_computed_and_forgotten() -> None:
 
 def test_a_request_without_the_host_cache_loads_and_stores_nothing() -> None:
     world = World(SPEC)
-    world.compute(range(200))
+    world.submit(range(200), "", "offload")
+    world.report(0, prefilled=world.orders())
+    assert not world.scheduler.may_have_orders(0), "nothing is stored"
+    assert world.compute(range(200))
     world.scheduler.lose(0)
     world.scheduler.open(0, SPEC)
     world.submit(range(210), "", "offload")
     orders = world.orders()
     assert (orders.copies, [chunk for _, chunk in orders.prefill]) == ((), [210])
-    world.report(0, prefilled=orders)
-    assert not world.scheduler.may_have_orders(0), "nothing is stored"
 
 
 def test_a_short_prefix_is_computed() -> None:
