@@ -5,7 +5,7 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from text_generation_common.command_line import exit_with_usage_error, print_to_end
 from text_generation_common.effective import print_config
@@ -30,13 +30,15 @@ def run() -> None:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "text_generation_shard.gguf", *argv[1:]])
     if argv[:1] == ["check"]:
         sys.exit(_check(argv[1:]))
-    only_env, record = argv[:1] == ["env"], argv[1:2] if argv[:1] == ["replay"] else []
+    if argv[:1] == ["replay"] and (len(argv) < 2 or argv[1].startswith("-")):
+        exit_with_usage_error(LauncherConfig, f"expected {COMMANDS['replay'][0]}")
+    only_env, record = argv[:1] == ["env"], argv[1] if argv[:1] == ["replay"] else ""
     if argv[:1] == ["serve"]:
         config: LauncherConfig = read_config(
             [*argv[1:], "--port", SAGEMAKER_PORT], os.environ, further=SAGEMAKER_VARIABLES
         )
     else:
-        config = read_config(["--env", *argv[1:]] if only_env else argv[2 * len(record) :], os.environ)
+        config = read_config(["--env", *argv[1:]] if only_env else argv[2:] if record else argv, os.environ)
     try:
         code = _run_configured(config, only_env=only_env, record=record)
     except Exception as error:  # noqa: BLE001 - it is logged
@@ -44,7 +46,7 @@ def run() -> None:
     sys.exit(code)
 
 
-def _run_configured(config: LauncherConfig, *, only_env: bool, record: Sequence[str]) -> ExitCode:
+def _run_configured(config: LauncherConfig, *, only_env: bool, record: str) -> ExitCode:
     configure_logging(config, "launcher")
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     apply_limits()
@@ -62,7 +64,7 @@ def _run_configured(config: LauncherConfig, *, only_env: bool, record: Sequence[
     if record:
         from text_generation_launcher.replay import replay
 
-        return asyncio.run(replay(*record, config, environ))
+        return asyncio.run(replay(record, config, environ))
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     return asyncio.run(launch(config, environ))

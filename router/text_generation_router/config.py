@@ -278,8 +278,7 @@ class RouterSettings(SharedSettings, ShardAccess):
     peer_name: str = ""
     """Address of this router among its peers, HOST:PORT. Default: the peer at --port of an address of this machine."""
     audit_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of finished requests that are computed again, in idle time, and compared: docs/audits.md. 0: none. Default: 0.001
-    on GPUs, 0 elsewhere."""
+    """Share of requests that are computed again in idle time, and compared: docs/audits.md. Default: 0.001 on GPUs, else 0."""
     audit_busy: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Busy share of the replicas, as text_generation_busy_ratio shows it, above which no request is audited."""
     audit_action: Literal["log", "isolate"] = "log"

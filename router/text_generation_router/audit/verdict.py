@@ -33,8 +33,7 @@ class Bounds:
     wrong: float | None
     """Share of a text beyond `token`, besides one token; None: no token may be."""
     odd: float
-    """Share of a text, besides one token, that may be beyond `token` where stages drop tokens, or be drawn differently: a difference
-    smaller than any bound may change either."""
+    """Share of a text, besides one token, that may be beyond `token` where stages drop tokens, or be drawn differently."""
     draws: bool
     """True if draws count: among many tokens that are equally probable a rounded number changes most of them."""
 
