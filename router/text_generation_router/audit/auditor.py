@@ -13,7 +13,7 @@ from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.records import MAX_RECORDS, record_of, used, write_record
 from text_generation_router.audit.served import COLD, MAX_TRIES, KeptRequests, Served
-from text_generation_router.audit.verdict import EXACT, Findings, Verdict, bounds_of, judge, measured_bounds
+from text_generation_router.audit.verdict import RECURRENT, Findings, Verdict, bounds_of, judge, measured_bounds
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import SchedulerOutput
@@ -23,8 +23,7 @@ from text_generation_router.shards.observer import StepObserver, StepRecord
 
 RETRY_S = 0.05
 """Seconds between two looks for room while requests wait for their replay."""
-MEASURED = 64
-"""Tokens of the prompt, and of the answer, that measure the bounds."""
+MEASURED = 64  # tokens of the prompt, and of the answer, that measure the bounds
 
 
 def is_chosen(request_id: RequestId, share: float) -> bool:
@@ -156,7 +155,9 @@ class Auditor:
     def _measure(self) -> None:
         """Serve a text whose replay tells how far the rounded numbers of prefill and decode lie apart."""
         prompt = tuple(7919 * number % self._info.vocab_size for number in range(1, 1 + MEASURED))
-        if self._bounds is not EXACT and self._scheduler.fits(MEASURED, MEASURED):
+        if self._bounds.draws and any(each.cache.states is not None for each in self._scheduler.serving):
+            self._bounds = RECURRENT
+        if not self._bounds.draws and self._scheduler.fits(MEASURED, MEASURED):
             request = Request(next(self.cluster.ids), prompt, MEASURED, ignore_eos=True)
             self._measured = request.id
             self._scheduler.submit(self._watch(request), time.monotonic())

@@ -40,8 +40,7 @@ class Bounds:
 
 EXACT = Bounds(token=1e-4, wrong=None, odd=0.1, draws=True)
 ROUNDED = Bounds(token=0.5, wrong=0.02, odd=0.25, draws=False)
-LEAST, SAFETY = 0.25, 8
-"""The least bound of a token for rounded types, and the multiple of the largest difference in a text that is measured."""
+RECURRENT = replace(EXACT, token=5e-4)  # float32 with states, which prefill computes in chunks
 
 
 def bounds_of(engine: str, dtype: str, kv_cache_dtype: str) -> Bounds:
@@ -51,9 +50,9 @@ def bounds_of(engine: str, dtype: str, kv_cache_dtype: str) -> Bounds:
 
 
 def measured_bounds(served: Sequence[float], replayed: Sequence[float]) -> Bounds:
-    """Return the bounds for rounded types, given the log-probabilities of a text and of its replay."""
+    """Return bounds for rounded types that allow eight times the largest difference of a text from its replay."""
     largest = max((abs(a - b) for a, b in zip(served, replayed, strict=False) if not isnan(a - b)), default=inf)
-    return replace(ROUNDED, token=min(ROUNDED.token, max(LEAST, SAFETY * largest)))
+    return replace(ROUNDED, token=min(ROUNDED.token, max(0.25, 8 * largest)))
 
 
 @dataclass(frozen=True, slots=True)
