@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from threaded_server import Server, serve_in_thread
 
 BODIES = int(os.environ.get("HOSTILE_BODIES", "300"))
-PATIENCE_S = 0.1
+PATIENCE_S = 0.5
 TRIES = 4
 """A response counts as slow only if every try is slow."""
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-LONGEST_GAP_S = 0.1
-SLOWEST_PROBE_S = 0.05
+SLACK = 1 if os.environ.get("TEST_FULL") else 4
+"""The limits hold on an idle machine (`make attack`). Beside other tests they only find an event loop that stands still."""
+LONGEST_GAP_S = 0.1 * SLACK
+SLOWEST_PROBE_S = 0.05 * SLACK
 """Limit for 99 of 100 probes."""
 TRIES = 3
 """An attack counts as harmful only if each try is: other processes take the cores, too."""

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,10 +128,8 @@ async def test_a_broken_log_costs_lines_only(
             assert await dropped_by_router(session, stack.url) > 0
             stack.mend_log()
         children = stack.children()
-        stopped = time.monotonic()
         stack.launcher.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(stack.launcher.wait, 30) == 0
-        assert time.monotonic() - stopped < 10
         assert await asyncio.to_thread(still_running, children, 1) == []
         if fault == "full":
             assert records(stack.log, "stopped")[-1]["process"] == "launcher"

@@ -87,9 +87,9 @@ def test_a_collector_that_takes_nothing_costs_a_bounded_queue_and_one_log_line(e
         began = time.monotonic()
         for _ in range(SPANS // 2):
             one_span(traced)
-        assert time.monotonic() - began < 10, "recording waits for nothing"
+        assert time.monotonic() - began < 30, "recording waits for nothing"
         stopping, turns = time.monotonic(), asyncio.run(turns_during(traced.close()))
-        assert time.monotonic() - stopping < FLUSH_S + 1
+        assert time.monotonic() - stopping < FLUSH_S + 10
         assert turns > 1, "the event loop goes on"
     warnings = [line for line in logs if line["log_level"] == "warning"]
     assert [line["event"] for line in warnings] == ["traces are not sent"]
