@@ -52,8 +52,8 @@ async def test_unfinished_requests_and_idle_connections_end(demo_model: Path) ->
 
 
 async def test_headers_have_a_deadline_from_their_first_byte_and_bodies_a_minimum_rate(demo_model: Path) -> None:
-    settings = {"body_s": 0.3}
-    async with serve(demo_model, connections=ConnectionLimits(headers_s=0.5), settings=settings) as stack:
+    settings = {"body_s": 1.0}
+    async with serve(demo_model, connections=ConnectionLimits(headers_s=1.0), settings=settings) as stack:
 
         async def sent_in_parts(parts: list[bytes]) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
@@ -67,8 +67,8 @@ async def test_headers_have_a_deadline_from_their_first_byte_and_bodies_a_minimu
             return line.result()
 
         body = request_bytes("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 1}, "pad": " " * 20_000})
-        steady = [body[at : at + 2000] for at in range(0, len(body), 2000)]  # 20 kB/s, for a second
-        slow = [body[:19_000], *([b" "] * 8), body[19_000:]]
+        steady = [body[at : at + 1500] for at in range(0, len(body), 1500)]  # 15 kB/s, for longer than that
+        slow = [body[:19_000], *([b" "] * 20), body[19_000:]]
         lines = [HEADERS, *([b"x-a: 1\r\n"] * 20)]
         async with asyncio.TaskGroup() as tasks:
             answers = [tasks.create_task(sent_in_parts(parts)) for parts in (steady, slow, lines)]

@@ -59,7 +59,7 @@ async def test_a_deadline_that_passes_before_the_queue_counts(stack: Stack) -> N
 @pytest.mark.parametrize("asking", STREAMED, ids=name)
 async def test_a_stream_past_its_deadline_ends_with_an_error(stack: Stack, asking: Asking) -> None:
     body = asking.streamed("one two three four", MANY)
-    headers = {"x-request-timeout-ms": "150"}
+    headers = {"x-request-timeout-ms": "400"}
     async with one_timeout(stack), stack.client.post(asking.path, json=body, headers=headers) as response:
         assert response.status == 200
         written = await response.read()

@@ -66,7 +66,7 @@ async def test_dead_childs_process_group_is_killed(journal: Journal) -> None:
 async def test_child_that_exceeds_its_stop_timeout_is_killed(journal: Journal) -> None:
     script = IGNORES_SIGTERM + "import os; say(str(os.getpid()))\nwhile True: time.sleep(60)"
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=0.2), GracefulShutdown()))
+        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=1.0), GracefulShutdown()))
         pid = int(await journal.next())
         task.cancel()
         assert await journal.next() == "asked"
@@ -77,7 +77,7 @@ async def test_a_second_cancellation_leaves_no_child_behind(journal: Journal) ->
     """The first one: another shard of its group ended; the second: the launcher stops."""
     script = IGNORES_SIGTERM + "import os; say(str(os.getpid()))\nwhile True: time.sleep(60)"
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=0.5), GracefulShutdown()))
+        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=1.0), GracefulShutdown()))
         pid = int(await journal.next())
         for _ in range(2):
             task.cancel()
@@ -90,7 +90,7 @@ async def test_a_second_cancellation_leaves_no_child_behind(journal: Journal) ->
 async def test_second_signal_terminates_again_and_shortens_the_grace_period(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("text_generation_launcher.shutdown.FORCED_GRACE", 0.5)
+    monkeypatch.setattr("text_generation_launcher.shutdown.FORCED_GRACE", 1.0)
     stop = GracefulShutdown()
     script = IGNORES_SIGTERM + "say('runs')\nwhile True: time.sleep(60)"
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.system
 
 JOINED = ("shard joined again", "router")
 STREAMS = 64
-MAX_END_S = 2.0
-"""Seconds after the kill in which all streams and processes end."""
+MAX_END_S = 10.0
+"""Seconds after the kill in which all streams and processes end, also on a busy machine: about one on an idle one."""
 EXIT_CODES = {"launcher": -9, "router": ExitCode.DEPENDENCY_LOST, "shard": ExitCode.DEPENDENCY_LOST}
 
 
