@@ -17,7 +17,7 @@ def server(demo_model: Path) -> Iterator[Server]:
     """Start the launcher with the torch engine and limits small enough for tests to reach."""
     limits = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "8192", "--max-batch-prefill-tokens", "256")
     places = ("--max-concurrent-requests", str(MAX_CONCURRENT))
-    with running(demo_model, "--engine", "torch", "--dtype", "float32", *limits, *places) as stack:
+    with running(demo_model, "--dtype", "float32", *limits, *places, engine="torch") as stack:
         tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
         yield Server(stack.url, str(demo_model), tokenizer)
 

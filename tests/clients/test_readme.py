@@ -28,7 +28,7 @@ MARGIN = 1.0
 """The least difference of log-probability between a token and the next best. Number types and CPUs account for 0.25."""
 
 
-@pytest.fixture(scope="module", params=[full("float32"), "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", full("bfloat16")])
 def url(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[str]:
     """The URL of a server that computes in this type."""
     if request.param == "float32":

@@ -44,7 +44,7 @@ def describe_events(document: dict[str, Any]) -> None:
 
 def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) -> None:
     document = tmp_path / "openapi.json"
-    with running(demo_model, "--max-total-tokens", "4096") as stack:
+    with running(demo_model, "--max-total-tokens", "4096", grammars=True) as stack:
         with urllib.request.urlopen(f"{stack.url}/openapi.json") as answer:
             described = json.load(answer)
         describe_events(described)

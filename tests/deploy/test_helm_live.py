@@ -50,7 +50,7 @@ async def test_a_cell_answers_its_probes_and_shows_metrics_without_a_key(tmp_pat
     (pod,) = pods(render("--set", "model.claim=models", "--set", secrets))
     management = free_port()
     args = args_of(pod, management_port=management, api_keys_file=tmp_path / "api-keys.toml")
-    with running(tmp_path, *args) as stack:
+    with running(tmp_path, *args, grammars=True) as stack:
         async with aiohttp.ClientSession() as session:
             probes = [pod.container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
             for url, path in (
@@ -86,10 +86,10 @@ async def test_the_shards_of_a_split_server_are_ready_when_their_router_drives_t
                     return good
         raise AssertionError(service)
 
-    with running(tmp_path, *shards) as shard_pod:
+    with running(tmp_path, *shards, grammars=True) as shard_pod:
         assert (await serves(""), await serves(ready)) == (True, False)
         found = {"shards": f"dns://localhost:{shard_port}", "peers": None, "management_port": management}
-        with running(tmp_path, *args_of(parts["router"], **found)) as router_pod:
+        with running(tmp_path, *args_of(parts["router"], **found), grammars=True) as router_pod:
             assert await serves(ready, wait=True)
             async with aiohttp.ClientSession() as session:
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

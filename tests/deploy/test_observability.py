@@ -226,7 +226,7 @@ async def loaded(folder: Path) -> AsyncIterator[tuple[Stack, Collector, aiohttp.
     names = ("--metric-names", "vllm,trtllm")
     with (
         collecting() as collector,
-        running(folder, *flags, *names, "--otlp-endpoint", collector.endpoint, environ=QUICK) as stack,
+        running(folder, *flags, *names, "--otlp-endpoint", collector.endpoint, environ=QUICK, grammars=True) as stack,
     ):
         async with prometheus(folder, f"127.0.0.1:{management}") as url, aiohttp.ClientSession() as session:
             until = asyncio.get_running_loop().time() + LOAD_S

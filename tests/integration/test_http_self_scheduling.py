@@ -70,12 +70,12 @@ def self_scheduling(config: ShardConfig) -> Engine:
 
 @pytest.mark.parametrize(("build", "moves"), [(self_scheduling, False), (CheckedEcho.build, True)])
 async def test_a_constrained_answer_moves_only_where_the_engine_can_go_on_with_it(
-    demo_model: Path, build: Callable[[ShardConfig], Engine], moves: bool
+    echo_model: Path, build: Callable[[ShardConfig], Engine], moves: bool
 ) -> None:
-    grammar = {"type": "regex", "value": "[ab]{300}"}
-    async with serve(demo_model, build=build, grammars=True, echo_step_ms=10) as stack:
-        constrained = {"inputs": "Say it", "parameters": {"max_new_tokens": 400, "grammar": grammar}}
-        free = {"inputs": "one two three", "parameters": {"max_new_tokens": 300}}
+    grammar = {"type": "regex", "value": "[ab]{150}"}
+    async with serve(echo_model, build=build, grammars=True, echo_step_ms=5) as stack:
+        constrained = {"inputs": "Say it", "parameters": {"max_new_tokens": 200, "grammar": grammar}}
+        free = {"inputs": "one two three", "parameters": {"max_new_tokens": 150}}
         async with (
             stack.client.post("/generate_stream", json=constrained) as bound,
             stack.client.post("/generate_stream", json=free) as unbound,
@@ -85,16 +85,16 @@ async def test_a_constrained_answer_moves_only_where_the_engine_can_go_on_with_i
             stack.stop_shard()
             ended, went_on = await events(bound), await events(unbound)
         assert went_on[-1]["generated_text"].startswith("one two threeone two three")
-        assert len(went_on) == 300
+        assert len(went_on) == 150
         if moves:
             assert ended[-1]["generated_text"].strip("ab") == ""
-            assert len(ended[-1]["generated_text"]) == 300
+            assert len(ended[-1]["generated_text"]) == 150
         else:
             assert ended[-1] == {
                 "error": "Request failed during generation: lost its shard; a constrained answer cannot go on elsewhere",
                 "error_type": "generation",
             }
-            assert 0 < len(ended) < 300
+            assert 0 < len(ended) < 150
         await stack.assert_empty()
 
 

@@ -121,10 +121,10 @@ async def test_neutral_values_are_served(stack: Stack, path: str, body: Json) ->
     assert reply.status == 200, reply
 
 
-async def test_support_is_checked_after_all_other_rules(demo_model: Path) -> None:
+async def test_support_is_checked_after_all_other_rules(echo_model: Path) -> None:
     body = tgi(grammar={"type": "json", "value": {}}, watermark=True)
     build = recording(unsupported=(("watermark", "no"),))
-    async with serve(demo_model, build=build, grammars=True) as stack:
+    async with serve(echo_model, build=build, grammars=True) as stack:
         told = (await stack.ask("/generate", body)).body["error"]
     assert "grammar is not valid: Grammar must have a 'properties' field" in told
 
@@ -142,8 +142,8 @@ async def test_info_names_the_engine_and_what_it_does_not_support(stack: Stack) 
     assert (info["router"], info["docker_label"], info["model_id"]) == ("text-generation-router", None, "echo")
 
 
-async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(demo_model: Path) -> None:
-    async with serve(demo_model, build=JSON_ONLY, grammars=True) as stack:
+async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(echo_model: Path) -> None:
+    async with serve(echo_model, build=JSON_ONLY, grammars=True) as stack:
         schema = {"type": "json", "value": {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}}
         assert await stack.generate("Hello", max_new_tokens=20, grammar=schema)
         status, told, _ = await stack.ask("/generate", tgi(grammar={"type": "regex", "value": "a+"}))
@@ -151,11 +151,11 @@ async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(demo_model: P
     assert told["error"] == "Input validation error: grammar is not supported: this engine follows none of kind `regex`"
 
 
-async def test_strict_tools_are_unconstrained_if_the_engine_has_no_lark(demo_model: Path) -> None:
+async def test_strict_tools_are_unconstrained_if_the_engine_has_no_lark(echo_model: Path) -> None:
     function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
     body = chat(tools=[{"type": "function", "function": function}])
     async with serve(
-        demo_model, build=JSON_ONLY, grammars=True, chat_template=VERBATIM, tool_call_parser="hermes"
+        echo_model, build=JSON_ONLY, grammars=True, chat_template=VERBATIM, tool_call_parser="hermes"
     ) as stack:
         assert (await stack.ask("/v1/chat/completions", body)).status == 200
         assert isinstance(stack.engine, RecordingEcho)

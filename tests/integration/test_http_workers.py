@@ -40,6 +40,8 @@ tokens_per_minute = 60
 """
 OPERATOR, LIMITED, TOKENS = ({"authorization": f"Bearer sk-{name}"} for name in ("operator", "limited", "tokens"))
 BODY = {"inputs": "one two three four", "parameters": {"max_new_tokens": 6}}
+WITHOUT_GRAMMARS = "--disable-grammar-support"
+"""No process that compiles them is started."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(echo_model: Path, keys_file: Path) -> AsyncIterator[ProcessRouter]:
-    flags = f"--api-keys-file={keys_file}", "--metric-names=vllm,trtllm", "--max-connections=12"
+    flags = f"--api-keys-file={keys_file}", "--metric-names=vllm,trtllm", "--max-connections=12", WITHOUT_GRAMMARS
     async with router(echo_model, 2, *flags) as started:
         yield started
 

@@ -83,7 +83,8 @@ async def test_an_adapter_that_is_unloaded_while_it_is_used_stays_unloaded(echo_
             await response.read()
             return response.status
 
-    async with router(echo_model, 2, step_ms=10, shard_flags=(f"--lora-modules-dir={tmp_path}",)) as served:
+    shards = (f"--lora-modules-dir={tmp_path}",)
+    async with router(echo_model, 2, "--disable-grammar-support", step_ms=10, shard_flags=shards) as served:
         load = {"lora_name": "sql", "lora_path": "sql"}
         assert await post(served.clients[0], "/v1/load_lora_adapter", load) == 200
         answers = ReadAnswer(), ReadAnswer()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from edited_texts import second_edits
 from engine_driver import Driver, Stream
-from full_grid import full
 from scripted_drafts import draft_by
 from tokenizers import Tokenizer
 
@@ -38,7 +37,7 @@ def engine(demo_model: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=8192)))
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=256)))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,8 @@ def run(driver: Driver, prompt: list[int], new: int, prediction: Sequence[int] =
     return stream, steps, time.perf_counter() - started
 
 
-@pytest.mark.parametrize("number", [full(0), 1, full(2)])
+@pytest.mark.full  # tests/unit/shard/test_draft_lookup.py follows texts with edits
+@pytest.mark.parametrize("number", range(3))
 def test_a_second_edit_takes_half_the_steps_and_has_the_same_text(
     driver: Driver, edits: list[tuple[list[int], list[int]]], number: int
 ) -> None:

@@ -128,7 +128,7 @@ GARBAGE = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=5000)
+@settings(max_examples=200, deadline=60_000)
 @given(st.dictionaries(st.sampled_from(KEYWORDS), GARBAGE, max_size=6))
 def test_whatever_is_sent_as_a_schema_it_is_refused_in_words_or_followed(tokenizer: LLTokenizer, schema: Json) -> None:
     try:
@@ -143,7 +143,7 @@ def test_whatever_is_sent_as_a_schema_it_is_refused_in_words_or_followed(tokeniz
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
 
 
-@settings(max_examples=300, deadline=5000)
+@settings(max_examples=200, deadline=60_000)
 @given(st.text(alphabet="ab(|)*+?{1,9}[^]\\d.$", max_size=25))
 def test_whatever_is_sent_as_an_expression_it_is_refused_in_words_or_its_texts_match(
     tokenizer: LLTokenizer, expression: str

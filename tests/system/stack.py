@@ -74,7 +74,7 @@ class Stack:
                 return record
         raise AssertionError(self.records)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = START_TIMEOUT) -> int:
         """Read the log to its end and return the launcher's exit code."""
         while record := self._arrivals.get(timeout=timeout):
             self.records.append(record)
@@ -155,9 +155,11 @@ def running(
     engine: str = "echo",
     environ: Mapping[str, str] | None = None,
     within: Sequence[str] = (),
+    grammars: bool = False,
 ) -> Iterator[Stack]:
-    """Run a stack and yield it once it is ready."""
-    stack = Stack(model, *args, engine=engine, environ=environ, within=within)
+    """Run a stack and yield it once it is ready. With the echo engine it serves no grammars by default."""
+    without = () if grammars or engine != "echo" else ("--disable-grammar-support",)
+    stack = Stack(model, *without, *args, engine=engine, environ=environ, within=within)
     try:
         stack.wait_for("ready")
         yield stack

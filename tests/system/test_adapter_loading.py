@@ -15,11 +15,11 @@ pytestmark = pytest.mark.system
 WORDS, BACKWARDS = " one two three", " three two one"
 
 
-async def test_every_process_knows_a_loaded_adapter_also_after_restarts(demo_model: Path, tmp_path: Path) -> None:
+async def test_every_process_knows_a_loaded_adapter_also_after_restarts(echo_model: Path, tmp_path: Path) -> None:
     """The echo engine with an adapter writes the prompt backwards."""
     (tmp_path / "sql").mkdir()
     flags = ("--http-workers", "2", "--num-replicas", "2", "--lora-modules-dir", str(tmp_path))
-    with running(demo_model, *flags) as stack:
+    with running(echo_model, *flags) as stack:
 
         async def post(path: str, body: dict[str, Any]) -> tuple[int, str]:
             """Each request has a connection of its own: any of the HTTP workers may get it."""

@@ -29,7 +29,7 @@ EXIT_CODES = {"launcher": -9, "router": ExitCode.DEPENDENCY_LOST, "shard": ExitC
 async def test_killed_process_ends_all_others(victim: str, echo_model: Path) -> None:
     """Router and shard: without restarts."""
     restarts = "1" if victim == "launcher" else "0"
-    with running(echo_model, "--echo-step-ms", "10", "--max-shard-restarts", restarts) as stack:
+    with running(echo_model, "--echo-step-ms", "10", "--max-shard-restarts", restarts, grammars=True) as stack:
         if victim == "launcher":  # whose restarted shard must not stay behind
             stack.kill("shard")
             await asyncio.to_thread(stack.wait_for, *JOINED)
@@ -103,7 +103,8 @@ async def test_a_shard_that_comes_back_without_its_model_does_not_count_as_servi
     """The model folder is removed while serving, and comes back; when it is gone for good the launcher gives up."""
     model, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(echo_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    with running(model, "--num-replicas", "2", "--echo-step-ms", "10", "--max-shard-restarts", "3") as stack:
+    flags = ("--num-replicas", "2", "--echo-step-ms", "10", "--max-shard-restarts", "3")
+    with running(model, *flags, grammars=True) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 8, max_new_tokens=300)

@@ -74,8 +74,8 @@ BODIES = {
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
-    with running(demo_model, "--echo-step-ms", "10") as stack:
+def server(echo_model: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
+    with running(echo_model, "--echo-step-ms", "10") as stack:
         yield stack.url, [stack.router()["router"], stack.shard(0)]
 
 
@@ -192,9 +192,9 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("workers", ["0", full("3")])
-async def test_answers_of_any_size_take_little_memory(demo_model: Path, workers: str) -> None:
+async def test_answers_of_any_size_take_little_memory(echo_model: Path, workers: str) -> None:
     flags = ("--http-workers", workers) if workers != "0" else ()
-    with running(demo_model, "--echo-step-ms=1", "--max-best-of=128", *flags) as stack:
+    with running(echo_model, "--echo-step-ms=1", "--max-best-of=128", *flags) as stack:
 
         def memory() -> int:
             return sum(process.memory_info().rss for process in stack.children())
@@ -214,9 +214,9 @@ async def test_answers_of_any_size_take_little_memory(demo_model: Path, workers:
                 assert most - before <= MOST_MEMORY, (path, body, (most - before) >> 20)
 
 
-async def test_memory_comes_back_after_a_burst(demo_model: Path) -> None:
+async def test_memory_comes_back_after_a_burst(echo_model: Path) -> None:
     chat = BODIES["words of a chat"]
-    with running(demo_model) as stack:
+    with running(echo_model) as stack:
         router = stack.router()["router"]
 
         async def burst(count: int) -> None:

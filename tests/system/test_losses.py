@@ -81,7 +81,8 @@ async def check_deaths(stack: Stack, replicas: int, asked: Sequence[MixedRequest
 
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_64_requests_survive_20_deaths_of_the_scheduler_process(echo_model: Path, replicas: int) -> None:
-    with running(echo_model, "--http-workers=2", "--echo-step-ms=10", f"--num-replicas={replicas}") as stack:
+    flags = ("--http-workers=2", "--echo-step-ms=10", f"--num-replicas={replicas}")
+    with running(echo_model, *flags, grammars=True) as stack:
         await check_deaths(stack, replicas, [mix(number, 600) for number in range(64)], DEATHS)
 
 
@@ -94,7 +95,7 @@ async def test_answers_of_a_model_are_the_same_over_deaths_of_the_scheduler_proc
 
 async def test_the_death_of_one_of_four_http_workers_closes_its_own_connections_only(echo_model: Path) -> None:
     asked = [mix(12 * number, 500) for number in range(96)]
-    with running(echo_model, "--http-workers=4", "--echo-step-ms=10") as stack:
+    with running(echo_model, "--http-workers=4", "--echo-step-ms=10", grammars=True) as stack:
         limit_s = max(SERVES_AGAIN_S, 3 * await load_s())
         expected = await answered(stack.url, asked)
         before, served, again_s = stack.router(), 0, 0.0

@@ -56,7 +56,7 @@ async def test_costly_grammars_do_not_slow_another_tenant(
     demo_model: Path, record_property: Callable[[str, str], None]
 ) -> None:
     quiet = []
-    with running(demo_model, "--echo-step-ms", "20", environ={"API_KEY": "noisy,quiet"}) as stack:
+    with running(demo_model, "--echo-step-ms", "20", environ={"API_KEY": "noisy,quiet"}, grammars=True) as stack:
         async with aiohttp.ClientSession(stack.url) as session:
 
             async def noise(start: str) -> None:
@@ -87,7 +87,7 @@ async def test_no_grammar_ends_a_shard(
     demo_model: Path, stack_kb: str, makers: Sequence[Callable[[int], str]], lengths: Sequence[int]
 ) -> None:
     limited = ("bash", "-c", f'ulimit -s {stack_kb} && exec "$@"', "bash")
-    with running(demo_model, "--num-replicas", "2", within=limited) as stack:
+    with running(demo_model, "--num-replicas", "2", within=limited, grammars=True) as stack:
         before = [stack.shard(replica).pid for replica in (0, 1)]
         async with aiohttp.ClientSession(stack.url) as session:
 

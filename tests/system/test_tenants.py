@@ -73,7 +73,7 @@ class Times:
 @pytest.fixture(scope="module")
 def server(demo_model: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
     arguments = ("--echo-step-ms", "10", "--max-concurrent-requests", "128")
-    with running(demo_model, *arguments, environ={"API_KEY": "noisy,quiet"}) as stack:
+    with running(demo_model, *arguments, environ={"API_KEY": "noisy,quiet"}, grammars=True) as stack:
         [router] = [child for child in stack.children() if "text_generation_router" in child.cmdline()]
         yield stack.url, [router, stack.shard(0)]
 

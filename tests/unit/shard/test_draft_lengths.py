@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from full_grid import full
 
 from text_generation_shard.step.drafts.length import Acceptance, DraftLengths, StepTimes
 
@@ -56,8 +57,13 @@ def simulate(seconds: Callable[[int], float], rows: int, right: float, *, runs_a
     return tokens / elapsed
 
 
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("rows", [1, 8, 100])
+@pytest.mark.parametrize(
+    ("rows", "right"),
+    [
+        *((rows, right) for rows in (1, 8) for right in (0.0, 0.3, 0.6, 0.9)),
+        *((100, 0.6), *(full(100, right) for right in (0.0, 0.3, 0.9))),
+    ],
+)
 @pytest.mark.parametrize("seconds", SECONDS.values(), ids=SECONDS)
 def test_the_rate_is_near_the_best_and_never_below_that_without_drafts(
     seconds: Callable[[int], float], rows: int, right: float

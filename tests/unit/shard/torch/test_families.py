@@ -59,7 +59,9 @@ class Pair:
     """Logprobs of the longest prompt, without its first token."""
 
     def driver(self) -> Driver:
-        return Driver(self.engine, self.engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+        return Driver(
+            self.engine, self.engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512))
+        )
 
 
 @pytest.fixture(scope="module", params=[full(name) if name in ALSO_COVERED else name for name in CONFIGS])
@@ -129,7 +131,9 @@ def test_greedy_tokens_with_chunked_staggered_and_preempted_prompts(pair: Pair, 
 
 
 def test_greedy_tokens_of_the_operations_of_a_gpu(pair: Pair) -> None:
-    driver = Driver(pair.on_device, pair.on_device.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    driver = Driver(
+        pair.on_device, pair.on_device.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512))
+    )
     streams = staggered(driver, pair.prompts)
     driver.run()
     assert [stream.tokens for stream in streams] == pair.reference

@@ -64,7 +64,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driver(engine: TorchEngine) -> Driver:
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128)))
     # A read of a position that was not written gives NaN.
     with torch.inference_mode():
         for layer in engine._executor._runner.cache:

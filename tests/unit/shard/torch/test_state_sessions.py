@@ -165,7 +165,7 @@ def check(*worlds: World) -> None:
     for turn in (turn for world in worlds for turn in world.turns):
         same.setdefault((turn.prompt, turn.new), []).append(turn)
     requests = list(same)
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128)))
     logprobs, expected, inexact = list[float](), list[float](), list[tuple[Turn, list[float]]]()
     for some in (requests[first : first + AT_ONCE] for first in range(0, len(requests), AT_ONCE)):
         streams = [driver.admit(prompt, new) for prompt, new in some]

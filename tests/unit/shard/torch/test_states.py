@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driver(engine: TorchEngine) -> Driver:
-    groups = engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096))
+    groups = engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128))
     fill_states(engine, torch.nan)
     return Driver(engine, groups)
 

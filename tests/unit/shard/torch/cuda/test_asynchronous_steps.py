@@ -49,7 +49,7 @@ def ahead(engines: Engines) -> Driver:
 
 
 def warm(engine: Engine) -> Driver:
-    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
 
 
 def traffic(driver: Driver, seed: int) -> list[Stream]:

@@ -43,7 +43,7 @@ def test_prompt_logprobs_in_bfloat16(name: str, tmp_path: Path, device: torch.de
     model = conditioned(random_model(CONFIGS[name])).bfloat16()
     config = ShardConfig(model_path=save(model, tmp_path), device=device.type, dtype="bfloat16", max_batch_size=8)
     engine = build_engine(config)
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(SHAPE["vocab_size"], (length,), generator=generator) for length in LENGTHS]
     streams = [

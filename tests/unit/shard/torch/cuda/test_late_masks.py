@@ -78,7 +78,7 @@ def test_late_masks_change_nothing(
     monkeypatch.setattr(grammar, "SLOW_MASK_S", 10.0)
     monkeypatch.setattr(masks, "SLOW_MASK_S", 10.0)
     monkeypatch.setattr(grammar, "MASK_BUDGET_S", 10.0)
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     alone = []
     for number in range(8):
         alone.append(admit(driver, number))
