@@ -20,7 +20,7 @@ import aiohttp
 import psutil
 from ports import free_port
 
-START_TIMEOUT = 60.0
+START_TIMEOUT = 120.0
 ENGINES = Path(__file__).parents[1] / "support" / "engines"
 """Its entry point puts an engine that checks its orders in the place of the echo engine."""
 

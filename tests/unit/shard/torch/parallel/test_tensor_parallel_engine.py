@@ -95,7 +95,7 @@ def two_ranks(
 
 
 def answers(engine: Engine) -> list[Stream]:
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256)))
     first, second = engine.info.adapters or ("", "")
     streams = [
         driver.admit(range(3, 30), 9, chunk=10, prompt_logprobs=True, prompt_top_n=2, top_n=2, adapter=first),
@@ -174,7 +174,7 @@ def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
 
     second = {"max_lora_rank": 4}
     with two_ranks(folder, tmp_path, "-m", "text_generation_shard", second=second, **more) as engine:
-        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
+        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256)))
         load(engine, "adapter-0")
         driver.admit(range(3, 9), 3, adapter="adapter-0")
         driver.run()
@@ -252,7 +252,7 @@ def test_a_rank_lost_in_a_step_is_named_and_the_others_close(folder: Path, tmp_p
     try:
         with two_ranks(folder, tmp_path, "-c", program, host_cache_fd=host, host_cache_bytes=1 << 20) as engine:
             with pytest.raises(GroupBroken, match=r"^rank 1 is gone$"):
-                engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
+                engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
             engine.reset()  # as at the end of a session
     finally:
         os.close(host)
@@ -268,7 +268,7 @@ def test_the_smallest_host_cache_of_all_ranks_counts(folder: Path, tmp_path: Pat
     settings = {"host_cache_fd": host, "host_cache_bytes": 1 << 20, "second": {"host_cache_bytes": smaller}}
     try:
         with two_ranks(folder, tmp_path, "-m", "text_generation_shard", **settings) as engine:  # type: ignore[arg-type]
-            (group,) = engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
+            (group,) = engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
             assert group.host_blocks == smaller // block
     finally:
         os.close(host)
