@@ -152,21 +152,22 @@ async def _end(
 async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_period: GracePeriod) -> None:
     """Send SIGTERM, wait, send SIGKILL; then SIGKILL to the rest of its process group."""
     if process.returncode is None:
-        _terminate(process)
+        send(process, signal.SIGTERM)
         try:
-            async with grace_period(spec.stop_timeout, lambda: _terminate(process)):
+            async with grace_period(spec.stop_timeout, lambda: send(process, signal.SIGTERM)):
                 await process.wait()
         except TimeoutError:
-            process.kill()
+            send(process, signal.SIGKILL)
             log.warning("child killed", child=spec.name, pid=process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
 
 
-def _terminate(process: asyncio.subprocess.Process) -> None:
+def send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal. The methods of `process` would collect the exit code of one that has just ended: asyncio then reports 255."""
     with suppress(ProcessLookupError):
-        process.terminate()
+        os.kill(process.pid, number)
 
 
 async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output: bool) -> None:

@@ -20,12 +20,12 @@ weights. The processes find each other again by themselves.
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
 from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode
 from text_generation_common.log import log
-from text_generation_launcher.child import run_to_end
+from text_generation_launcher.child import run_to_end, send
 from text_generation_launcher.plan import ChildSpec, ShardSpec
 from text_generation_launcher.restarts import Unit, UnitExit
 from text_generation_launcher.shutdown import GracefulShutdown
@@ -138,5 +138,4 @@ class RouterUnit(Unit):
         while True:
             await hangup.wait()
             hangup = self._stop.reload
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGHUP)
+            send(process, signal.SIGHUP)
