@@ -23,7 +23,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import ALIAS
 from text_generation_shard.engines.torch.models.native.families import FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 LENGTHS = (1, 16, 31, 50, 200)
 SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS = native_configs(SHAPE, head_dim=16, wide_head_dim=24)
