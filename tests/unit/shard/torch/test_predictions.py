@@ -141,7 +141,7 @@ def test_drafts_are_those_of_the_layer(
     folder = str(layer.write(tmp_path))
     config = ShardConfig(model_path=folder, device="cpu", dtype="float32", max_batch_size=16, speculate="3")
     engine = build(config.model_copy(update={"speculator": f"{folder}/draft"}) if is_eagle else config)
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     executor = engine._executor
     if isinstance(executor._runner, CpuRunner):  # which clears each block that is entered
         with torch.inference_mode():
@@ -199,7 +199,7 @@ def drafted(folder: Path, load_format: LoadFormat = "auto") -> list[tuple[list[i
     config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, speculate="3", load_format=load_format)
     engine = build_engine(config)
     assert isinstance(engine, TorchEngine)
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     draft_by(engine, drafter := Predicted())
     driver.alone(PROMPTS[0], 6)
     return drafter.found
@@ -291,7 +291,7 @@ def test_an_error_of_the_layer_costs_its_drafts_alone(tmp_path: Path, monkeypatc
     folder = PredictionLayer(CONFIGS["qwen3_5_text"]).write(tmp_path)
     engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, speculate="8"))
     assert isinstance(engine, TorchEngine)
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128)))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     draft_by(engine, None)
     plain = [driver.alone(prompt, 12) for prompt in PROMPTS]
     failures: list[object] = []
