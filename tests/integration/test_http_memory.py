@@ -88,7 +88,7 @@ REFUSED = {
 
 
 IN_TIME = {("408 of a stream", 200), ("400 of the template", 503)}
-"""What also happens: the time ends after the headers, or the machine gives the sandbox no time."""
+"""Further statuses: the time may end after the headers, and a busy machine may give the sandbox no time."""
 
 
 @pytest.mark.parametrize("kind", REFUSED)
