@@ -1,6 +1,7 @@
 """Run a shard: listen, load the model, serve, stop in order."""
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from text_generation_proto.addresses import host_of, join_host_port, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
-from text_generation_shard.engine import Engine, EngineError
+from text_generation_shard.engine import Engine, EngineError, Scheduling
 from text_generation_shard.engines import build_engine
 from text_generation_shard.gpu_watch import watch_gpus
 from text_generation_shard.gpus import Gpu, GpusUnreadable, gpus_of_shard, stay_near
@@ -113,6 +114,10 @@ async def _serve_engine(
     except EngineError as error:
         raise CannotServe(str(error)) from error
     info = engine.info
+    if info.scheduling is Scheduling.SELF:
+        # Its outputs are objects of this process: each search for cycles among them would also go through all of the library's.
+        gc.collect()
+        gc.freeze()
     owner.serve(engine)
     if info.device != "cpu":
         _watch(*gpus, owner)

@@ -6,7 +6,7 @@ takes minutes.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +21,35 @@ from text_generation_shard.engines.tensorrt_llm.engine_folder import CompiledEng
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, inspect_folder, read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import LLM, explain, installed_version, load_library
 from text_generation_shard.engines.tensorrt_llm.lora import LoraRequests
-from text_generation_shard.engines.tensorrt_llm.options import (
-    FLAG,
-    WITHOUT_EFFECT,
-    adapt_options,
-    check_options,
-)
+from text_generation_shard.engines.tensorrt_llm.options import FLAG, WITHOUT_EFFECT, adapt_options, check_options
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.yaml_options import read_options
+
+ELSEWHERE: Mapping[str, tuple[Collection[str | None], str]] = {
+    "quantize": ((None,), "serves checkpoints that are quantized already, and needs no flag for it"),
+    "kv_cache_dtype": (("auto",), "has kv_cache_config: {dtype: fp8} in --trtllm-options"),
+    "speculator": (("",), "has speculative_config in --trtllm-options"),
+    "speculate": (("auto", "0"), "has speculative_config in --trtllm-options"),
+    "mamba_ssm_cache_dtype": (("auto",), "has mamba_ssm_cache_dtype in kv_cache_config of --trtllm-options"),
+}
+"""Flags of the torch engine → their values that ask for nothing, and the reason why others are refused."""
 
 
 def read_model(
     config: ShardConfig,
 ) -> tuple[HuggingFaceModel | CompiledEngine, dict[str, object], tuple[LoraAdapter, ...]]:
     """Return the model, --trtllm-options and the adapters, read without the library. Raises EngineError."""
-    if config.quantize is not None:
-        raise EngineError(
-            f"--quantize {config.quantize}: the tensorrt-llm engine serves checkpoints that are quantized already, "
-            "and needs no flag for it"
-        )
-    if config.kv_cache_dtype != "auto":
-        raise EngineError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: the tensorrt-llm engine has kv_cache_config: {{dtype: fp8}} in --trtllm-options"
-        )
-    if config.speculator:
-        raise EngineError("--speculator: the tensorrt-llm engine has speculative_config in --trtllm-options")
-    if config.mamba_ssm_cache_dtype != "auto":
-        raise EngineError(
-            "--mamba-ssm-cache-dtype: the tensorrt-llm engine has mamba_ssm_cache_dtype in kv_cache_config of --trtllm-options"
-        )
-    if config.speculate not in ("auto", "0"):
-        raise EngineError(
-            f"--speculate {config.speculate}: the tensorrt-llm engine has speculative_config in --trtllm-options"
-        )
+    for name, (neutral, instead) in ELSEWHERE.items():
+        if (given := getattr(config, name)) not in neutral:
+            raise EngineError(f"--{name.replace('_', '-')} {given}: the tensorrt-llm engine {instead}")
     path = Path(config.model_path)
     found = inspect_folder(path)
     if isinstance(found, CompiledEngine):
         check_engine(path, found, world_size=config.tensor_parallel, installed=installed_version())
-    given = read_options(config.trtllm_options, FLAG)
-    for name in WITHOUT_EFFECT.keys() & given.keys():
+    options = read_options(config.trtllm_options, FLAG)
+    for name in WITHOUT_EFFECT.keys() & options.keys():
         log.info("an option has no effect here", option=name, reason=WITHOUT_EFFECT[name])
-    options = adapt_options(given)
+    options = adapt_options(options)
     check_options(options, None)
     if isinstance(found, CompiledEngine):
         return found, options, ()

@@ -73,6 +73,7 @@ class TensorRTEngine:
         self._parameters = parameters
         self._info = construction.info
         speculation = construction.capabilities.speculation
+        self._drafts = speculation is not None
         self._reserved_tokens = 0 if speculation is None else speculation.reserved_tokens
         self._streams: dict[int, Stream] = {}
         """Slot → stream."""
@@ -230,7 +231,7 @@ class TensorRTEngine:
             # The engine may have been idle for hours. While other requests wait, another one is not a sign of life.
             # Set before the stream is stored, because the watchdog may check at any time.
             self._began_at = time.monotonic()
-        stream = self._streams[slot] = Stream(sequence, may_abort=self._parameters.may_abort(sequence))
+        stream = self._streams[slot] = Stream(sequence, self._parameters.may_abort(sequence), self._drafts)
         self._statistics.polls_left = POLLS
         self._requests.start(stream, arguments)
         return None
@@ -258,30 +259,34 @@ class TensorRTEngine:
 
     def _result(self, updates: Mapping[Stream, StreamUpdate]) -> StepResult:
         result = StepResult()
+        slots, counts, token_ids, running = result.slots, result.token_counts, result.token_ids, self._streams
         scored = any(update.logprobs for update in updates.values())
         for stream, update in updates.items():
             slot = stream.sequence.slot
-            if self._streams.get(slot) is not stream:
+            if running.get(slot) is not stream:
                 continue  # released meanwhile
             if update.token_ids:
-                result.slots.append(slot)
-                result.token_counts.append(len(update.token_ids))
-                result.token_ids += update.token_ids
+                slots.append(slot)
+                counts.append(len(update.token_ids))
+                token_ids += update.token_ids
                 if scored:
                     result.logprobs += update.logprobs or [math.nan] * len(update.token_ids)
-                for index, (token_ids, logprobs) in enumerate(update.tops):
-                    result.top_tokens.append(TopTokens(slot, index, token_ids, logprobs))
-            self._drafted.update(update.drafted)
+                for index, (top_ids, logprobs) in enumerate(update.tops):
+                    result.top_tokens.append(TopTokens(slot, index, top_ids, logprobs))
+            if update.drafted is not None:
+                self._drafted += update.drafted
             if update.cached_tokens:
                 result.cached.append((slot, update.cached_tokens))
             if update.prompt_scores is not None:
                 result.prompt_logprobs.append(update.prompt_scores)
-            if update.is_end:
-                del self._streams[slot]
             if update.finish is not None:
                 result.finished.append((slot, update.finish))
+                del running[slot]
             elif update.failure is not None:
                 result.failed.append(Failure(slot, *update.failure))
+                del running[slot]
+        if len(token_ids) == len(slots):
+            counts.clear()  # one token each
         self._report_totals(result)
         return result
 

@@ -43,7 +43,7 @@ class RequestLoop:
         self.loop = asyncio.new_event_loop()
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._lock = threading.Condition()
-        self._ready: dict[Stream, StreamUpdate] = {}
+        self._ready: list[tuple[Stream, StreamUpdate]] = []
         self._awake = False
         self._updates: list[tuple[Stream, StreamUpdate]] = []
         """The updates of this turn of the loop; used on its thread only."""
@@ -92,7 +92,12 @@ class RequestLoop:
             if not self._ready and not self._awake:
                 self._lock.wait(timeout_s)
             self._awake = False
-            ready, self._ready = self._ready, {}
+            pairs, self._ready = self._ready, []
+        if len(ready := dict(pairs)) < len(pairs):  # the caller is late
+            ready = {}
+            for stream, update in pairs:
+                if (earlier := ready.setdefault(stream, update)) is not update:
+                    earlier.extend(update)
         return ready
 
     def wake(self) -> None:
@@ -136,8 +141,7 @@ class RequestLoop:
             result = stream.result = self._llm.generate_async(**arguments)
             # Leaving the iteration does not stop the request; iterating on after an error would wait forever.
             async for output in result:
-                if (update := stream.read(output)) is not None:
-                    self._deliver(stream, update)
+                self._deliver(stream, stream.read(output))
                 if stream.dropped:
                     self._abort(stream)
                 elif stream.ended:
@@ -179,7 +183,6 @@ class RequestLoop:
             log.warning("a request could not be aborted", reason=explain(error))
 
     def _deliver(self, stream: Stream, update: StreamUpdate | None) -> None:
-        self.last_output_at = time.monotonic()
         if update is None or stream.dropped:
             return
         if not self._updates:
@@ -187,10 +190,9 @@ class RequestLoop:
         self._updates.append((stream, update))
 
     def _hand_over(self) -> None:
+        self.last_output_at = time.monotonic()
         with self._lock:
-            for stream, update in self._updates:
-                if (earlier := self._ready.setdefault(stream, update)) is not update:
-                    earlier.extend(update)
+            self._ready += self._updates
             self._lock.notify()
         self._updates.clear()
 
