@@ -116,6 +116,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "prompt", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": [1 << 30]}, "`prompt` has a token id that is not one of", "prompt", VALUE),
     (COMPLETIONS, {"prompt": ""}, "`prompt` cannot be empty", "prompt", VALUE),
+    (CHATS, CHAT | {"n": 2, "best_of": 3}, "`best_of` must be 1 or equal to `n`", "best_of", VALUE),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "`best_of` must be 1 or equal to `n`", "best_of", VALUE),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "`logprobs` must be >= 0 and <= 20. Given: 21", "logprobs", VALUE),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "`max_tokens` must be strictly positive", "max_tokens", VALUE),

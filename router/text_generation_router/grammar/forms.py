@@ -5,6 +5,8 @@
     vLLM      guided_json, guided_regex, guided_choice, guided_grammar; structured_outputs: {"json" | "regex" | …: …};
               response_format                        {"type": "structural_tag", …}
     SGLang    json_schema, regex, ebnf, structural_tag
+    trtllm-serve  response_format                    {"type": "json", "schema": …}, {"type": "regex" | "ebnf", same name: …},
+                                                     {"type": "json_schema", "json_schema": the schema itself}
 
 TGI requires `properties` at the top of a schema; OpenAI's forms do not.
 """
@@ -51,11 +53,11 @@ def tgi_grammar(form: Mapping[str, Any]) -> Grammar:
 
 
 def response_format(form: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of OpenAI's forms, or of TGI's if there is a `value`; None if any text is allowed.
+    """Return the grammar of the forms of OpenAI and trtllm-serve, or of TGI's if there is a `value`; None if any text is allowed.
 
     Raises InvalidRequest.
     """
-    if "value" in form or form.get("type") == "regex":
+    if "value" in form:
         return tgi_grammar(form)
     match form.get("type"):
         case "text":
@@ -63,16 +65,25 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
         case "json_object":
             # Some clients put a schema beside it, which must not be dropped.
             return schema_grammar(read_schema(form["schema"])) if isinstance(form.get("schema"), dict) else ANY_OBJECT
-        case "json_schema":
+        case "json" | "json_schema" as kind:
             # The Responses API has the schema next to the type, the chat API one level deeper.
             holder = form.get("json_schema", form)
-            if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
-                raise not_valid("`schema` of a format of type `json_schema` must be an object")
-            return schema_grammar(read_schema(holder["schema"]))
+            if isinstance(holder, dict):
+                is_schema = holder is not form and holder and holder.keys().isdisjoint(("name", "schema"))
+                holder = holder if is_schema else holder.get("schema")
+            if not isinstance(holder, dict):
+                raise not_valid(f"`schema` of a format of type `{kind}` must be an object")
+            return schema_grammar(read_schema(holder))
+        case "regex":
+            return regex_grammar(form.get("regex"))
+        case "ebnf":
+            return ebnf_grammar(form.get("ebnf"))
         case "structural_tag":
             return tag_grammar({key: value for key, value in form.items() if key != "type"})
         case other:
-            raise _unknown_type(other, ("text", "json_object", "json_schema", "regex", "structural_tag"))
+            raise _unknown_type(
+                other, ("text", "json", "json_object", "json_schema", "regex", "ebnf", "structural_tag")
+            )
 
 
 def _unknown_type(kind: object, known: Sequence[str]) -> InvalidRequest:

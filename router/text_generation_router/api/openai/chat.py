@@ -85,6 +85,7 @@ class ChatRoutes:
         return await answer_tokens(request, text, encoding, pool.slices, before=b'{"tokenize_response":', after=after)
 
     async def _prepare(self, request: web.Request, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
+        body.check_best_of()
         await self._serving.load_named(request, body.lora_name, body.lora_path)
         adapter = self._serving.adapter_of(body.model, body.lora_name)
         conversation = await beside(request, lambda: to_conversation(body, asked_grammar(body)))

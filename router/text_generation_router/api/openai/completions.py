@@ -100,8 +100,7 @@ class CompletionRoutes:
             raise InvalidRequest("Empty array detected. Do not use an empty array for the prompt.", param="prompt")
         if len(prompts) > self._limit:
             raise BatchTooLarge(str(self._limit))
-        if body.best_of not in (None, 1, body.n or 1):
-            raise InvalidRequest("`best_of` must be 1 or equal to `n`")
+        body.check_best_of()
 
     async def _admit(
         self, body: CompletionBody, prompt: str | list[TokenId], options: GenerationOptions, qos: QualityOfService

@@ -28,6 +28,7 @@ from text_generation_router.api.http.fields import (
     at_most,
 )
 from text_generation_router.api.openai.shared_fields import UNSERVED, ConstraintFields
+from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.tools import MAX_TOOLS
 from text_generation_router.web.bodies import Body
 
@@ -92,6 +93,8 @@ class OpenAIBody(ConstraintFields, OpenFields):
     """Options of the stream."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     """The number of independent answers."""
+    best_of: UInt64 | None = None
+    """Must be 1 or equal `n`."""
     stop: StopText | StopTexts | None = None
     """Texts that end an answer; they are cut off."""
     seed: Seed | None = None
@@ -132,6 +135,11 @@ class OpenAIBody(ConstraintFields, OpenFields):
     @property
     def named_job(self) -> str:
         return super().named_job or self.user or ""
+
+    def check_best_of(self) -> None:
+        """Raise InvalidRequest if there are to be more answers than are returned."""
+        if self.best_of not in (None, 1, self.n or 1):
+            raise InvalidRequest("`best_of` must be 1 or equal to `n`")
 
     @property
     def lora_path(self) -> str | None:
@@ -350,8 +358,6 @@ class CompletionBody(OpenAIBody):
     """Repeat the prompt before the text."""
     logprobs: Annotated[UInt32 | None, BeforeValidator(_as_count)] = None
     """Report the log-probabilities of the tokens and of this number of most probable ones at each position; true: of one."""
-    best_of: UInt64 | None = None
-    """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None
     """Have the tokenizer add its special tokens, such as the first one; default: true."""
 

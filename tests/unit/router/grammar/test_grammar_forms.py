@@ -53,6 +53,13 @@ def test_openai_forms_need_no_properties() -> None:
     assert grammar == Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array"}')
 
 
+def test_trtllm_serves_forms() -> None:
+    assert response_format({"type": "json", "schema": SCHEMA}) == AS_GRAMMAR
+    assert response_format({"type": "json_schema", "json_schema": SCHEMA}) == AS_GRAMMAR
+    assert response_format({"type": "regex", "regex": "^[ab]+$"}) == Grammar(GrammarKind.REGEX, "[ab]+")
+    assert response_format({"type": "ebnf", "ebnf": "root ::= x"}) == Grammar(GrammarKind.EBNF, "root ::= x")
+
+
 def test_vllms_fields() -> None:
     assert guided({"prompt": "x"}) is None
     assert guided({"guided_json": SCHEMA}) == AS_GRAMMAR
@@ -93,6 +100,9 @@ REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
       for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_grammar": " "})),
     (guided, {"structured_outputs": {"json": {}, "whitespace_pattern": "x"}}, "grammar is not valid: .*pattern` is not supported"),
     (response_format, {"type": "regex"}, "grammar is not supported"),
+    (response_format, {"type": "ebnf"}, "grammar is not valid: rules must be a text"),
+    *((response_format, {"type": kind, **rest}, f"grammar is not valid: `schema` of a format of type `{kind}` must be an object")
+      for kind, rest in (("json", {}), ("json", {"schema": "a"}), ("json_schema", {"json_schema": {"name": "x"}}))),
     (guided, {"guided_regex": "a", "guided_json": {}}, "grammar is not valid: only one .*`guided_regex` and `guided_json`"),
     *((guided, {"structured_outputs": options}, f"grammar is not valid: .*`structured_outputs.{name}`")
       for name, options in (
