@@ -44,11 +44,10 @@ def known_options(version: str) -> dict[str, Collection[str] | None]:
 
 @pytest.mark.parametrize("version", ["1.2", "1.3"])
 def test_example_options_exist_in_both_versions(version: str) -> None:
-    example = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert example is not None
-    options = read_options(example[1], FLAG)
-    assert len(options) > 5
-    check_options(options, known_options(version))
+    examples = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) > 4
+    for example in examples:
+        check_options(read_options(example, FLAG), known_options(version))
 
 
 def test_options_in_example_command_lines() -> None:

@@ -1,8 +1,7 @@
 """Parse `--trtllm-options` and check the names of the options.
 
 The options are keyword arguments of `tensorrt_llm.LLM`, in YAML as for `trtllm-serve --config`, or in JSON. TensorRT-LLM checks
-their
-values. Their names are checked here, so that the error can suggest the nearest known name.
+their values. Their names are checked here, so that the error can suggest the nearest known name.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -47,7 +46,13 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     ),
 }
 """Options of NVIDIA's files for `trtllm-serve` that may be left out → the reason."""
-_NEUTRAL = {"backend": "pytorch", "generation_config": "trtllm", "context_parallel_size": 1}
+_NEUTRAL: Mapping[str, object] = {
+    "backend": "pytorch",
+    "generation_config": "trtllm",
+    "context_parallel_size": 1,
+    "max_beam_width": 1,
+    "enable_iter_perf_stats": True,
+}
 """Options of RESERVED with the value that the server sets."""
 
 

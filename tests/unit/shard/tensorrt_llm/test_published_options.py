@@ -20,6 +20,8 @@ MTP_3 = {"decoding_type": "MTP", "max_draft_len": 3}
 GRAPHS = {"enable_padding": True, "max_batch_size": 128}
 COMMON: dict[str, Any] = {"max_batch_size": 128, "max_num_tokens": 3200, "trust_remote_code": True}
 
+NEUTRAL = {"backend": "pytorch", "max_beam_width": 1, "enable_iter_perf_stats": True}
+
 
 def split(gpus: int) -> dict[str, Any]:
     return {"tensor_parallel_size": gpus, "moe_expert_parallel_size": gpus, **COMMON}
@@ -75,7 +77,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 8448},
     },
     "llama-3.3-70b": {**split(1), "enable_attention_dp": False, "kv_cache_config": {"dtype": "fp8"}},
-    "qwen3": {**split(1), "kv_cache_free_gpu_memory_fraction": 0.8, "print_iter_log": True, "backend": "pytorch"},
+    "qwen3": {**split(1), "kv_cache_free_gpu_memory_fraction": 0.8, "print_iter_log": True, **NEUTRAL},
     "qwen3.8-high-throughput-mtp3": {
         **split(4),
         "disable_mm_encoder": True,
