@@ -23,6 +23,7 @@ from text_generation_proto.values import (
     FinishReason,
     Grammar,
     GrammarKind,
+    LogprobOptions,
     Sampling,
     Stopping,
     WarmUpLimits,
@@ -65,6 +66,28 @@ def test_top_tokens_and_prompt_logprobs(built: Engines, version: str) -> None:
         assert math.isnan(scores[0])
         assert all(logprob <= 0 for logprob in scores[1:])
         assert len(scores) == len(PROMPT)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_scores_are_reported_as_far_as_they_are_asked_for(built: Engines, tokens_per_step: int) -> None:
+    engine = built(tokens_per_step=tokens_per_step)
+    asked = [LogprobOptions(), LogprobOptions(tokens=True), LogprobOptions(2)]
+    placements = (NewSequence(slot, PROMPT, Stopping(7), logprobs=wanted) for slot, wanted in enumerate(asked))
+    engine.apply(Orders(1, placements=tuple(placements)))
+    scores: list[list[float]] = [[], [], []]
+    tops = [0, 0, 0]
+    while engine.running:
+        result = engine.step()
+        assert result is not None
+        counts = result.token_counts or [1] * len(result.slots)
+        each = iter(result.logprobs or [math.nan] * sum(counts))
+        for slot, count in zip(result.slots, counts, strict=True):
+            scores[slot] += islice(each, count)
+        for top in result.top_tokens:
+            assert (top.index < tokens_per_step, len(top.token_ids)) == (True, 2)
+            tops[top.slot] += 1
+    assert [sum(map(math.isnan, row)) for row in scores] == [7, 0, 0]
+    assert ([len(row) for row in scores], tops) == ([7, 7, 7], [0, 0, 7])
 
 
 def test_reset_drops_and_aborts_everything(built: Engines, tmp_path: Path) -> None:
