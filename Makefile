@@ -201,6 +201,7 @@ test-trtllm: model ## Install the recipes of docs/tensorrt-llm.md in empty envir
 	$(BIN)/pytest tests/deploy/test_trtllm_recipes.py $(PYTEST_ARGS)
 
 # A release of TensorRT-LLM whose Python code is tested; TRTLLM_SOURCE=…: a folder with it, or pip (see tests/trtllm_real/fetch.py).
+# In a network of its own if possible: other programs that try the ports of its queues take the place of its workers.
 TAG ?= v1.2.1
 TRTLLM := .cache/trtllm
 TRTLLM_TESTS := $(addprefix tests/unit/shard/tensorrt_llm/test_,$(addsuffix .py,engine health lora parameters ranks request_loop speculation traps))
@@ -214,7 +215,8 @@ test-trtllm-real: $(STAMP) ## Run the TensorRT-LLM adapter against NVIDIA's own 
 		|| { echo "test-trtllm-real: pyzmq cannot be installed: 0 tests"; exit 0; }; \
 	release="$$(echo $(TAG) | sed 's/^v//' | cut -d . -f 1,2)"; \
 	PYTHONPATH=$(TRTLLM)/python:tests/support TRTLLM_REAL_SOURCE="$$source" TRTLLM_REAL_RELEASE="$$release" OMP_NUM_THREADS=1 \
-		$(BIN)/pytest -n 0 -p trtllm_real_run $(TRTLLM_TESTS) tests/trtllm_real $(PYTEST_ARGS)
+		$$(unshare --net true 2> /dev/null && echo "unshare --net") sh -c 'ip link set lo up 2> /dev/null; exec \
+		$(BIN)/pytest -n 0 -p trtllm_real_run $(TRTLLM_TESTS) tests/trtllm_real $(PYTEST_ARGS)'
 
 UV := .cache/uv/bin/uv
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 
 import pytest
 from standin import REAL
@@ -31,7 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_sessionfinish() -> None:
-    """Kill the worker processes of engines that hang, as some tests let them."""
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Kill the worker processes of engines that hang, as some tests let them; end without the library's handlers, which wait for them."""
     for process in multiprocessing.active_children():
         process.kill()
+    session.config.add_cleanup(lambda: _exit(int(session.exitstatus)))
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    os._exit(status)

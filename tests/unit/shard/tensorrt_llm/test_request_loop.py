@@ -34,6 +34,7 @@ class Requests:
         self.loop = RequestLoop(self.llm, library.request_error, self.broken.append)
         stack.callback(self.loop.close)
         stack.callback(lambda: self.llm.shutdown())
+        stack.callback(self.loop.leave)  # the shutdown sends on sockets that are for one thread
 
     def start(self, new: int, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Stream:  # noqa: ANN401 - fields of NewSequence
         stream = Stream(NewSequence(0, prompt, Stopping(new), **fields))
