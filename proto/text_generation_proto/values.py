@@ -22,8 +22,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all of them."""
 
-DRAFT_SOURCES = "own", "recent", "prediction", "mtp", "synthetic", "engine"
-OWN, RECENT, PREDICTION, PREDICTED, SYNTHETIC, ENGINE = DRAFT_SOURCES
+DRAFT_SOURCES = "own", "recent", "prediction", "mtp", "eagle", "synthetic", "engine"
+OWN, RECENT, PREDICTION, MTP, EAGLE, SYNTHETIC, ENGINE = DRAFT_SOURCES
 """The values of Drafting.source; ENGINE where the engine does not tell."""
 
 SEEDS = 2**64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Sequences
 
-from text_generation_proto.values import OWN, PREDICTED
+from text_generation_proto.values import OWN
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.step.drafts.drafter import Drafter, Predictor
@@ -25,7 +25,7 @@ class ScriptedDrafts(Drafter):
         self._texts = texts
         self._vocab_size = vocab_size
         self._draw = random.Random(seed)
-        self._predicted = predicted
+        self._looked_up = predicted
 
     def may_draft(self, rows: int) -> bool:
         return True
@@ -44,14 +44,14 @@ class ScriptedDrafts(Drafter):
             if predictor.may_follow(each) and (each.matcher is None or each.matcher.is_quick)
         }
         found = predictor.drafts(lengths)
-        return {slot: Draft(tokens, PREDICTED, 0) for slot, tokens in found.items()}
+        return {slot: Draft(tokens, self._predicted, 0) for slot, tokens in found.items()}
 
     def _draft(self, sequence: Sequence) -> Draft | None:
         count = len(sequence.tokens)
         most = min(self._draw.randrange(9), sequence.end - count)
         if most < 1 or (sequence.matcher is not None and not sequence.matcher.is_quick):
             return None
-        if sequence.prediction and self._draw.random() < self._predicted:
+        if sequence.prediction and self._draw.random() < self._looked_up:
             return self._lookup.drafts(sequence, most)
         going_on = (text[count:] for text in self._texts if [*text[:count]] == sequence.tokens)
         right = next(going_on, [self._draw.randrange(self._vocab_size) for _ in range(most)])[:most]
@@ -65,6 +65,43 @@ class ScriptedDrafts(Drafter):
 
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
         pass
+
+
+class Predicted(Drafter):
+    """Drafts of `most` predicted tokens in each step, some of which are made right, so that steps yield several tokens."""
+
+    def __init__(self, most: int, texts: Sequences[Sequences[int]] = ()) -> None:
+        super().__init__(most, 1 << 30, runs_ahead=True)
+        self.texts = texts
+        self.found: list[tuple[list[int], tuple[int, ...]]] = []
+        """Tokens of a sequence, and those predicted after them."""
+
+    def may_draft(self, rows: int) -> bool:
+        return True
+
+    def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
+        return True
+
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
+        assert self.predictor is not None
+        lengths = {
+            each.slot: min(self.most, each.end - len(each.tokens))
+            for each in sequences
+            if self.predictor.may_follow(each)
+        }
+        found = self.predictor.drafts(lengths)
+        assert {slot: len(tokens) for slot, tokens in found.items()} == {
+            slot: length for slot, length in lengths.items() if length > 0
+        }
+        self.found += [(list(each.tokens), found[each.slot]) for each in sequences if each.slot in found]
+        drafts = {}
+        for each in sequences:
+            if each.slot in found:
+                text = next((text for text in self.texts if [*text[: len(each.tokens)]] == each.tokens), ())
+                right = tuple(text[len(each.tokens) :][: len(each.tokens) % self.most])
+                tokens = (*right, *found[each.slot][len(right) :])
+                drafts[each.slot] = Draft(tokens[: lengths[each.slot]], self._predicted, 0)
+        return drafts
 
 
 def draft_by(engine: Engine, drafter: Drafter | None) -> None:

@@ -1250,7 +1250,8 @@ class Drafting(google.protobuf.message.Message):
     accepted_tokens: builtins.int
     source: builtins.str
     """Where the tokens were drafted from: "own", the sequence's own text; "recent", recent outputs; "prediction",
-    NewSequence.prediction; "synthetic", a measurement; "" or "engine": the engine does not tell.
+    NewSequence.prediction; "mtp", a layer of the checkpoint; "eagle", a draft model; "synthetic", a measurement; "" or "engine": the
+    engine does not tell.
     """
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

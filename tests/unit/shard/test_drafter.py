@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from text_generation_proto.values import PREDICTED, Stopping
+from text_generation_proto.values import MTP, Stopping
 from text_generation_shard.engine import Drafting, NewSequence, StepResult
 from text_generation_shard.step.drafts import drafter as drafter_module
 from text_generation_shard.step.drafts.drafter import FORGET_STEPS, MANY, PAUSE, QUIET_STEPS, Drafter, drafting_of
@@ -91,7 +91,7 @@ def test_predictions_are_asked_for_where_they_pay_and_nothing_is_found() -> None
     assert tokens_of(it.drafts([found, other])) == {0: (1, 2, 3), 1: (7, 7, 7)}
     assert predictor.asked == [{1: 3}]
     for _ in range(60):
-        it.verified([Drafting(1, 3, 0, PREDICTED, [(0, 3, 0)])])
+        it.verified([Drafting(1, 3, 0, MTP, [(0, 3, 0)])])
     assert it.drafts([other]) == {}
     predictor.has_prompts = True
     assert it.drafts([other]) == {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from typing import Protocol
 
-from text_generation_proto.values import PREDICTED
+from text_generation_proto.values import MTP
 from text_generation_shard.engine import Drafting, EngineInfo, StepResult
 from text_generation_shard.step.drafts.length import LEAST_GAIN, Acceptance, DraftLengths, StepTimes
 from text_generation_shard.step.drafts.lookup import LookupDrafts
@@ -45,9 +45,10 @@ class Predictor(Protocol):
 class Drafter:
     """Drafts tokens where that is expected to be faster. Told of each step, from which it learns."""
 
-    def __init__(self, most: int, max_tokens: int, *, runs_ahead: bool) -> None:
-        """`most` tokens of a draft; `max_tokens` of the decoding rows of a step."""
+    def __init__(self, most: int, max_tokens: int, *, runs_ahead: bool, predicted: str = MTP) -> None:
+        """`most` tokens of a draft; `max_tokens` of the decoding rows of a step; `predicted`: the source of those of a predictor."""
         self.most = most
+        self._predicted = predicted
         self.synthetic: SyntheticDrafts | None = None
         """The source in the place of a lookup, in measurements."""
         self.predictor: Predictor | None = None
@@ -71,10 +72,10 @@ class Drafter:
         self._lengths = DraftLengths(max_tokens, plain, StepTimes() if runs_ahead else plain)
 
     @classmethod
-    def of(cls, info: EngineInfo, *, runs_ahead: bool) -> "Drafter | None":
+    def of(cls, info: EngineInfo, *, runs_ahead: bool, predicted: str = MTP) -> "Drafter | None":
         """Return the drafter of an engine; None if it drafts nothing."""
         most = info.max_tokens_per_step - 1
-        return cls(most, info.max_slots, runs_ahead=runs_ahead) if most > 0 else None
+        return cls(most, info.max_slots, runs_ahead=runs_ahead, predicted=predicted) if most > 0 else None
 
     def accept_synthetically(self, tokens: float, vocab_size: int) -> None:
         """Take drafts as right so that a step with the longest ones yields `tokens` tokens of a sequence on average."""
@@ -111,7 +112,7 @@ class Drafter:
 
     def _predict(self, predictor: Predictor, drafts: dict[int, Draft], rows: int) -> None:
         """Fill in the predicted ones of the drafts."""
-        wanted = {slot: len(draft.tokens) for slot, draft in drafts.items() if draft.source == PREDICTED}
+        wanted = {slot: len(draft.tokens) for slot, draft in drafts.items() if draft.source == self._predicted}
         # Prompts are worth it only if there will be drafts.
         if wanted or (predictor.has_prompts and self._unpredicted < QUIET_STEPS):
             started = time.perf_counter()
@@ -125,7 +126,7 @@ class Drafter:
                 self._passes.add(rows, self._predicting_s / max(wanted.values()))
         self._unpredicted = 0 if wanted else self._unpredicted + 1
         if self._unpredicted >= FORGET_STEPS:
-            self._acceptance.forget(PREDICTED)
+            self._acceptance.forget(self._predicted)
             self._unpredicted = 0
 
     def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
@@ -155,7 +156,7 @@ class Drafter:
                 candidates.append((sequence, draft))
             elif self.predictor is not None and most > lead and (lead or self.predictor.may_follow(sequence)):
                 # Its tokens are not known yet, and none of them comes with a step in progress.
-                predicted.append((sequence, Draft((0,) * (most - lead), PREDICTED, PREDICTED_MATCH)))
+                predicted.append((sequence, Draft((0,) * (most - lead), self._predicted, PREDICTED_MATCH)))
         if not candidates and not predicted:
             return [], []
         gains = [self._acceptance.gains(draft.source, draft.match, len(draft.tokens)) for _, draft in candidates]
@@ -176,9 +177,9 @@ class Drafter:
         """Learn from the drafts of a step that is recorded."""
         self._predicting_s = 0.0
         for told in found:
-            for _, drafted, accepted in told.by_slot if told.source == PREDICTED else ():
+            for _, drafted, accepted in told.by_slot if told.source == self._predicted else ():
                 for place in range(min(accepted + 1, drafted)):
-                    self._acceptance.add(PREDICTED, PREDICTED_MATCH, right=place < accepted)
+                    self._acceptance.add(self._predicted, PREDICTED_MATCH, right=place < accepted)
 
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
         """Learn from the time between the records of a step without prompts and of the one before."""

@@ -2,7 +2,7 @@
 
 import random
 
-from text_generation_proto.values import PREDICTED, SYNTHETIC
+from text_generation_proto.values import EAGLE, MTP, SYNTHETIC
 from text_generation_shard.step.drafts.length import Acceptance
 from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRows
 
@@ -17,7 +17,7 @@ class SyntheticDrafts:
         self._draw = random.Random(0)
         self.right = probability_of(tokens, most)
         # Known as that of a lookup is, which learns it without drafting, too.
-        for source in (SYNTHETIC, PREDICTED):
+        for source in (SYNTHETIC, MTP, EAGLE):
             acceptance.know(source, self.right)
 
     def forget_ended(self) -> None:

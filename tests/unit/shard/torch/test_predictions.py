@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +17,13 @@ from prediction_layers import PredictionLayer
 from reference_kernels import reference_engine
 from reference_ops import relative_error
 from safetensors.torch import load_file, save_file
-from scripted_drafts import ScriptedDrafts, draft_by
+from scripted_drafts import Predicted, ScriptedDrafts, draft_by
 from structlog.testing import capture_logs
 from tiny_quantized import quantized_model
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig, Qwen2Config
 
-from text_generation_proto.values import PREDICTED, WarmUpLimits
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import LoadFormat, ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
@@ -34,46 +33,10 @@ from text_generation_shard.engines.torch.engine.runner import ForwardOutput
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
-from text_generation_shard.step.drafts.drafter import Drafter
-from text_generation_shard.step.sequence import Draft, Sequence
 
 CONFIGS = native_configs(SHAPE | {"initializer_range": 0.05}, head_dim=16, wide_head_dim=24)
 MOST = 3
 PROMPTS = [tuple((37 * i + length) % 331 for i in range(length)) for length in (40, 7, 19)]
-
-
-class Predicted(Drafter):
-    """Drafts of MOST tokens in each step, some of which are made right, so that steps yield several tokens."""
-
-    def __init__(self, texts: Sequences[Sequences[int]] = ()) -> None:
-        super().__init__(MOST, 1 << 30, runs_ahead=True)
-        self.texts = texts
-        self.found: list[tuple[list[int], tuple[int, ...]]] = []
-
-    def may_draft(self, rows: int) -> bool:
-        return True
-
-    def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
-        return True
-
-    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
-        assert self.predictor is not None
-        lengths = {
-            each.slot: min(MOST, each.end - len(each.tokens)) for each in sequences if self.predictor.may_follow(each)
-        }
-        found = self.predictor.drafts(lengths)
-        assert {slot: len(tokens) for slot, tokens in found.items()} == {
-            slot: length for slot, length in lengths.items() if length > 0
-        }
-        self.found += [(list(each.tokens), found[each.slot]) for each in sequences if each.slot in found]
-        drafts = {}
-        for each in sequences:
-            if each.slot in found:
-                text = next((text for text in self.texts if [*text[: len(each.tokens)]] == each.tokens), ())
-                right = tuple(text[len(each.tokens) :][: len(each.tokens) % MOST])
-                tokens = (*right, *found[each.slot][len(right) :])
-                drafts[each.slot] = Draft(tokens[: lengths[each.slot]], PREDICTED, 0)
-        return drafts
 
 
 class EagerPool:
@@ -165,7 +128,7 @@ def test_drafts_are_those_of_the_layer(
     streams = [driver.admit(prompt, 20, chunk=chunk) for prompt, chunk in zip(PROMPTS, (9, 16, 100), strict=True)]
     driver.run()
     plain = [(stream.tokens, stream.logprobs) for stream in streams]
-    drafter = Predicted([[*stream.prompt, *stream.tokens] for stream in streams])
+    drafter = Predicted(MOST, [[*stream.prompt, *stream.tokens] for stream in streams])
     draft_by(engine, drafter)
     streams = [driver.admit(prompt, 20, chunk=chunk) for prompt, chunk in zip(PROMPTS, (9, 16, 100), strict=True)]
     steps = 0
@@ -188,7 +151,7 @@ def test_drafts_are_those_of_the_layer(
     driver.admit(PROMPTS[0], 60)
     for _ in range(20):
         driver.step()
-    draft_by(engine, Predicted())
+    draft_by(engine, Predicted(MOST))
     driver.run()
     assert logits
     assert all(each.isfinite().all() for each in logits)
@@ -200,7 +163,7 @@ def drafted(folder: Path, load_format: LoadFormat = "auto") -> list[tuple[list[i
     engine = build_engine(config)
     assert isinstance(engine, TorchEngine)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
-    draft_by(engine, drafter := Predicted())
+    draft_by(engine, drafter := Predicted(MOST))
     driver.alone(PROMPTS[0], 6)
     return drafter.found
 
@@ -276,6 +239,27 @@ def test_other_draft_models_are_refused_by_name(changes: dict[str, object], prob
     change_config(draft, changes)
     with pytest.raises(EngineError, match=problem):
         build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
+
+
+@pytest.mark.parametrize("source", ["mtp", "eagle"])
+def test_drafts_are_counted_under_the_name_of_their_source(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = EagleModel(LlamaConfig(**SHAPE)) if source == "eagle" else PredictionLayer(CONFIGS["qwen2"])
+    draft = layer.write(tmp_path) / "draft"
+    speculator = str(draft) if source == "eagle" else ""
+    config = ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculate="3", speculator=speculator)
+    engine = build_engine(config)
+    assert isinstance(engine, TorchEngine)
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    assert engine.drafter is not None
+    took = engine.drafter.took
+    monkeypatch.setattr(engine.drafter, "took", lambda rows, _, began_ahead: took(rows, 0.1, began_ahead=began_ahead))
+    driver.admit((7, 1, 9, 3), 12)
+    sources = set()
+    while (result := driver.step()) is not None:
+        sources |= {told.source for told in result.drafting}
+    assert source in sources <= {source, "own"}
 
 
 @pytest.mark.parametrize("shift", [14, -400])

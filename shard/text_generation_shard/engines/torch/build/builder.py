@@ -6,6 +6,7 @@ import torch
 
 from text_generation_common.cpus import usable_cpus
 from text_generation_common.log import log
+from text_generation_proto.values import EAGLE, MTP
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, Fp8Cache, LayerShape
@@ -121,7 +122,8 @@ class EngineBuilder:
             execute = TPWorker(runner, self._memory, self.device, self.adapters, host).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
-        drafter = Drafter.of(self.info, runs_ahead=self.device.type == "cuda")
+        predicted = EAGLE if config.speculator else MTP
+        drafter = Drafter.of(self.info, runs_ahead=self.device.type == "cuda", predicted=predicted)
         if drafter is not None and (accepted := self._config.synthetic_acceptance):
             log.warning(
                 "drafts are taken as right at random: texts are not those of the model", tokens_per_step=accepted
