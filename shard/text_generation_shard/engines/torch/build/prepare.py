@@ -111,11 +111,9 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
 def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.device) -> ModelConfig:
     """Return a model with what drafts need, whose states are kept as the settings say."""
     longest = longest_draft(config, device, has_states=model_config.states is not None)
-    if config.speculator and config.world_size > 1:
-        raise EngineError("--speculator: draft models are not served in tensor-parallel groups")
     if config.speculator and not longest:
         log.warning("the draft model is not used: no drafts are made, see --speculate")
-    if longest and config.world_size == 1:
+    if longest:
         model_config = replace(model_config, prediction=find_prediction(config, model_config, device))
     if (states := model_config.states) is None:
         return model_config
@@ -125,9 +123,14 @@ def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.de
 
 
 def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.device) -> PredictionConfig | None:
-    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded."""
+    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded.
+
+    Raises EngineError for a draft model that does not fit.
+    """
     if config.speculator:
-        return read_eagle(Path(config.speculator), model, has_files=config.load_format != "dummy")
+        own = read_eagle(Path(config.speculator), model, has_files=config.load_format != "dummy")
+        check_prediction(config, own, device)
+        return own
     if (names := model.family.prediction) is None:
         return None
     names, folder = replace(names, root=names.root.format(layers=model.num_layers)), Path(config.model_path)
@@ -140,15 +143,25 @@ def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.devic
     reasons: list[str] = []
     for scheme in dict.fromkeys((model.quantization, None)):
         own = replace(own, model=replace(model, quantization=scheme))
-        built = replace(own, model=dequantized(own.model)) if device.type == "cpu" else own
         try:
-            weights = PredictionWeights(built, TensorParallelRank(), META, Precision.uniform(torch.bfloat16))
-            plan_loading(folder, weights.named_parameters(), scheme)
+            check_prediction(config, own, device)
             return own
         except EngineError as error:
             reasons.append(str(error))
     log.warning("the layer that predicts tokens is not loaded", reason=reasons[0])
     return None
+
+
+def check_prediction(config: ShardConfig, own: PredictionConfig, device: torch.device) -> None:
+    """Raise EngineError if the tensors of a predicting layer do not fit its config, or the ranks cannot divide it."""
+    built = replace(own, model=dequantized(own.model)) if device.type == "cpu" else own
+    try:
+        tp = TensorParallelRank(config.rank, config.world_size)
+        weights = PredictionWeights(built, tp, META, Precision.uniform(torch.bfloat16))
+    except EngineError as error:
+        raise EngineError(f"{own.folder}: {error}") from None
+    if config.load_format != "dummy":
+        plan_loading(own.folder, weights.named_parameters(), own.model.quantization)
 
 
 def longest_draft(config: ShardConfig, device: torch.device, *, has_states: bool) -> int:

@@ -104,8 +104,8 @@ class TorchEngine(SynchronousEngine):
                     self._images.most_tokens = limits.max_batch_prefill_tokens or self.info.suggested_prefill_tokens
                     self._images.place_largest(rows)
                 largest = self._sample(self._launch(rows, adapted=bool(self.info.max_loras)))
-                if largest.hidden is not None:
-                    executor.predict(rows, [0] * rows.tokens, largest.hidden, drafts=False)
+                if self.predictions is not None:
+                    executor.predict(rows, range(rows.tokens), [0] * rows.tokens)
                 self._record(largest)
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
@@ -162,7 +162,7 @@ class TorchEngine(SynchronousEngine):
             self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
         )
         if before is not None:
-            before.hidden = None  # the step launched meanwhile has overwritten them
+            before.is_last = False
             result = self._record(before)
         result = result or StepResult()
         result.failed += failed
@@ -259,7 +259,6 @@ class TorchEngine(SynchronousEngine):
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
-        step.hidden = None if self.predictions is None else launched.carried
         for row, offset in launched.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
                 step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)
@@ -314,8 +313,8 @@ class TorchEngine(SynchronousEngine):
             self.drafter.synthetic.judge(step.rows, chosen)
         result = self._table.advance(step.rows, chosen)
         result.top_tokens = step.top_tokens(result)
-        if self.predictions is not None and step.hidden is not None:
-            self.predictions.keep(step.rows, step.hidden)
+        if self.predictions is not None and step.is_last:
+            self.predictions.keep(step.rows)
         self._learn(step, result)
         result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result

@@ -54,8 +54,6 @@ class Launched:
 
     hidden: Tensor
     """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
-    carried: Tensor
-    """[tokens, …]: what `predict` reads."""
     prefills: list[tuple[StepRow, int]]
     """Rows that prefill, and the offset of their first token in `hidden`."""
     logits: Tensor | None
@@ -122,7 +120,8 @@ class Executor:
         `adapted`: with the kernels of LoRA adapters, also if no row has one.
         """
         plan = self._plan(rows, greedy=greedy)
-        plan = plan.with_adapters() if adapted else plan
+        if adapted or (self._places and any(sequence.adapter for sequence in rows.sequences)):
+            plan.with_adapters()
         prefills = _prefills(rows) if rows.prefills else []
         images = None if self.images is None else self.images.of_step(rows, prefills, self._device)
         if images is not None and self._group.tp.world_size > 1:
@@ -134,7 +133,6 @@ class Executor:
         output = self._runner.start(plan, images)
         return Launched(
             hidden=output.normed,
-            carried=output.normed if output.carried is None else output.carried,
             prefills=prefills,
             # A graph computes the logits of its padding rows too.
             logits=None if output.logits is None else output.logits[: rows.num_sampling],
@@ -143,19 +141,21 @@ class Executor:
             computed=None if output.sampled is not None else self._events.record(),
         )
 
-    def predict(
-        self, rows: StepRows, ids: Sequence[int] | Tensor, hidden: Tensor, *, drafts: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of `Model.predict` at the last token of each row that samples, and the most probable next tokens.
+    def predict(self, rows: StepRows, inputs: Sequence[int], ids: Sequence[int] = ()) -> Tensor:
+        """Return the most probable next tokens of `Model.predict` at the last token of each row that samples.
 
-        `ids` are the tokens, in the place of those of the rows. The others: see `Runner.predict`.
+        `inputs`: see `Runner.predict`. `ids` are the tokens, in the place of those of the rows; without, they are drafts.
         """
         # Not in the ring: nothing waits between the passes of a draft.
         plan = self._plan(rows, greedy=True, memory=partial(pinned_ints, device=self._device))
-        given = ids if isinstance(ids, Tensor) else upload(ids, torch.int64, self._device)
+        plan.column("ids")[: len(ids)] = ids
         ends = accumulate(row.length for row in rows.others)
-        lasts = [end - 1 for row, end in zip(rows.others, ends, strict=True) if row.samples]
-        return self._runner.predict(plan, given, hidden, lasts, drafts=drafts)
+        outputs = [end - 1 for row, end in zip(rows.others, ends, strict=True) if row.samples]
+        if self._group.tp.world_size > 1:
+            header = [not ids, len(inputs), len(outputs), *inputs, *outputs]
+            payload = np.concatenate((np.array(header, dtype=np.int32), plan.numbers))
+            self._broadcast(WorkerCommand.PREDICT, payload.data.cast("B"))
+        return self._runner.predict(plan, inputs, outputs, drafts=not ids)
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
@@ -293,8 +293,7 @@ class Executor:
         else:
             padding = self._runner.padding(rows.tokens, len(updates))
             plan = plan_decoding(rows, updates, padding, greedy=greedy, memory=memory)
-        adapted = bool(self._places) and any(sequence.adapter for sequence in rows.sequences)
-        return plan.with_adapters() if adapted else plan
+        return plan
 
     def _adapter_updates(self, rows: StepRows) -> list[TableUpdate]:
         """Return the updates that give the slots of new sequences their adapters."""

@@ -23,8 +23,8 @@ class StepInFlight:
     launched: Launched | None
     """Until the tokens are sampled; then dropped, because its tensors are large."""
     masking: Future[dict[int, Mask]] | None = None
-    hidden: Tensor | None = None
-    """Its hidden states, if drafts follow from them."""
+    is_last: bool = True
+    """False once another one is launched: drafts cannot follow from its hidden states any more."""
     masks: dict[int, Mask] = field(default_factory=dict)
     """Masks of rows with a grammar, by the index of the sampled token."""
     late: dict[int, Sequence] = field(default_factory=dict)

@@ -11,30 +11,26 @@ are worse, texts are the same.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from text_generation_common.log import log
 from text_generation_common.one_line import typed_line
-from text_generation_shard.engines.torch.device.copies import select_rows
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
 
 
 class Predictions:
-    """The outputs of the last step, and the drafts that follow from them."""
+    """The rows of the last step, whose outputs the runner keeps, and the drafts that follow from them."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._rows: list[tuple[Sequence, int, int, bool]] = []
         """Sequence, first position and length of each row, and True for a chunk of a prompt."""
-        self._hidden = torch.empty(0)
         self._sequences: set[Sequence] = set()
         """The sequences whose next token is known."""
 
-    def keep(self, rows: StepRows, hidden: Tensor) -> None:
-        """Keep the outputs [tokens, hidden] of a step that is recorded, until the next one is launched."""
-        self._hidden = hidden
+    def keep(self, rows: StepRows) -> None:
+        """Keep the rows of a step that is recorded, until the next one is launched."""
         persistent = rows.persistent
         self._rows = [(row.sequence, row.start, row.length, row.prefills) for row in rows.others]
         if persistent is not None:
@@ -43,8 +39,8 @@ class Predictions:
         self._sequences = {each for each, start, length, _ in self._rows if len(each.tokens) > start + 1}
 
     def forget(self) -> None:
-        """Drop the outputs."""
-        self._rows, self._hidden = [], torch.empty(0)
+        """Drop the rows."""
+        self._rows = []
         self._sequences.clear()
 
     @property
@@ -57,7 +53,7 @@ class Predictions:
         return sequence in self._sequences
 
     def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """Compute the keys and values of the last step; return drafts of these lengths, by slot.
+        """Compute the keys and values of the last step, once; return drafts of these lengths, by slot.
 
         There are none after an error, such as a lack of memory, unless the device is broken.
         """
@@ -68,6 +64,8 @@ class Predictions:
                 raise
             log.warning("no tokens are predicted", error=typed_line(error))
             return {}
+        finally:
+            self.forget()
 
     def _drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         rows: list[StepRow] = []
@@ -85,19 +83,18 @@ class Predictions:
             first += length
         if not rows:
             return {}
-        hidden = select_rows(self._hidden, places)
-        hidden, tokens = self._executor.predict(StepRows(None, rows), ids, hidden, drafts=False)
+        tokens = self._executor.predict(StepRows(None, rows), places, ids)
         sequences = [row.sequence for row in rows if row.samples]
         drafted: list[tuple[list[Sequence], Tensor]] = []
         while left := [index for index, each in enumerate(sequences) if lengths.get(each.slot, 0) > len(drafted)]:
-            sequences = [sequences[index] for index in left]
-            hidden, tokens = select_rows(hidden, left), select_rows(tokens, left)
             if place := len(drafted):  # the drafts of the pass before are read on the device
+                sequences = [sequences[index] for index in left]
                 rows = [StepRow(each, len(each.tokens) - 2 + place, 1, samples=True) for each in sequences]
-                hidden, tokens = self._executor.predict(StepRows(None, rows), tokens, hidden, drafts=True)
+                tokens = self._executor.predict(StepRows(None, rows), left)
             drafted.append((sequences, tokens))
         found: dict[int, tuple[int, ...]] = {}
         for sequences, tokens in drafted:
             for sequence, token in zip(sequences, tokens.tolist(), strict=True):
-                found[sequence.slot] = (*found.get(sequence.slot, ()), token)
+                if lengths.get(sequence.slot):
+                    found[sequence.slot] = (*found.get(sequence.slot, ()), token)
         return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.attention.step import Step, StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.batch.step_plan import Padding, StepPlan
+from text_generation_shard.engines.torch.device.copies import select_rows
 from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
@@ -114,6 +115,8 @@ class Runner(ABC):
         self._slot_shifts = shifts if shifts_positions else None
         """None if all rotary positions are positions."""
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
+        self._carried = self._drafted = torch.empty(0)
+        """What `predict` reads: rows of the last step or prediction, and the tokens of the latter."""
 
     def slot_cell(self, column: str, slot: int) -> int:
         """Return the cell of a plan's updates that has one of SLOT_COLUMNS of a slot."""
@@ -157,21 +160,41 @@ class Runner(ABC):
     def drop_graphs(self) -> None:  # noqa: B027 – most devices have none
         """Free the graphs, if there are any."""
 
-    @abstractmethod
     def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
         """Launch a step, with images if there are any in its tokens. The plan's memory may be reused when the step has finished.
 
         Raises GroupBroken, like those below.
         """
+        self._carried = torch.empty(0)  # the memory is free for the step
+        with self._translate_peer_loss:
+            output = self._start(plan, images)
+        if self.predicts:
+            self._carried = output.normed if output.carried is None else output.carried
+        return output
 
     @abstractmethod
-    def predict(
-        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Launch `Model.predict`; return the hidden states for the next call and the most probable next tokens at some tokens, `rows`.
+    def _start(self, plan: StepPlan, images: StepImages | None) -> ForwardOutput:
+        """Launch a step."""
 
-        `ids` are the first tokens, in the place of those of the plan; `hidden` are rows for these. `drafts`: at positions that no
-        step has computed.
+    def predict(self, plan: StepPlan, inputs: Sequence[int], outputs: Sequence[int], *, drafts: bool) -> Tensor:
+        """Launch `Model.predict`; return the most probable next tokens at the tokens `outputs`, in memory of their own.
+
+        Its tokens read rows `inputs` of the last step, or of the last call. `drafts`: the latter, whose tokens they are, too, at
+        positions that no step has computed.
+        """
+        hidden = select_rows(self._carried, inputs)
+        ids = select_rows(self._drafted, inputs) if drafts else None
+        with self._translate_peer_loss:
+            self._carried, self._drafted = self._predict(plan, ids, hidden, outputs)
+        return self._drafted
+
+    @abstractmethod
+    def _predict(
+        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Launch `Model.predict` with `hidden`, rows for the first tokens; return what the next call reads, and tokens, at `rows`.
+
+        `ids` are drafts in the place of the first tokens of the plan; None: there are none.
         """
 
     def broadcast_sampled_tokens(self, slots: Tensor, token_ids: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from text_generation_proto.copies import CopiedBlocks, Copy
 from text_generation_shard.engines.torch.attention.step import StepImages
-from text_generation_shard.engines.torch.batch.step_plan import StepPlan
-from text_generation_shard.engines.torch.device.copies import PinnedBuffers
+from text_generation_shard.engines.torch.batch.step_plan import Ints, StepPlan
+from text_generation_shard.engines.torch.device.copies import PinnedBuffers, pinned_ints
 from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.runner import Runner
@@ -45,6 +45,8 @@ class WorkerCommand(IntEnum):
     END_COPIES = 28
     HOST_BYTES = 29
     """Reply: the bytes of the rank's part of the host cache; 0 if there is none."""
+    PREDICT = 30
+    """The payload is int32: the arguments of `Runner.predict` after the plan, the rows after the numbers of them, then the plan."""
 
 
 class TPWorker:
@@ -78,13 +80,9 @@ class TPWorker:
             # The current stream is per thread, and a follower runs in its own thread.
             torch.cuda.set_stream(self._stream)
         match kind:
-            case WorkerCommand.STEP:
-                received = np.frombuffer(payload, dtype=np.int32)
-                numbers = self._pinned.take(received.size).numpy()
-                numbers[:] = received
-                plan = StepPlan.read(numbers)
-                self._hidden = self._runner.start(plan, self._images).normed
-                self._images = None
+            case WorkerCommand.STEP | WorkerCommand.PREDICT:
+                run = self._step if kind == WorkerCommand.STEP else self._predict
+                run(np.frombuffer(payload, dtype=np.int32))
             case WorkerCommand.IMAGES:
                 device, sizes = self._runner.device, json.loads(bytes(payload))
                 self._images = StepImages(
@@ -111,6 +109,19 @@ class TPWorker:
             case _:
                 return self._execute_copies(kind, payload)
         return None
+
+    def _step(self, received: Ints) -> None:
+        numbers = self._pinned.take(received.size).numpy()
+        numbers[:] = received
+        self._hidden = self._runner.start(StepPlan.read(numbers), self._images).normed
+        self._images = None
+
+    def _predict(self, received: Ints) -> None:
+        drafts, *counts = received[:3].tolist()
+        inputs, outputs, plan = np.split(received[3:], np.cumsum(counts))
+        numbers = pinned_ints(plan.size, self._runner.device)
+        numbers[:] = plan
+        self._runner.predict(StepPlan.read(numbers), inputs.tolist(), outputs.tolist(), drafts=bool(drafts))
 
     def _execute_copies(self, kind: int, payload: memoryview) -> int | None:
         if (host := self._host) is None:

@@ -46,21 +46,21 @@ class CpuRunner(Runner):
     def cache(self) -> Sequence[Tensor]:
         return self._cache.layers
 
-    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
+    def _start(self, plan: StepPlan, images: StepImages | None) -> ForwardOutput:
         step, batch = self._step(plan, images)
-        with self._translate_peer_loss:
-            hidden = batch.in_plan_order(self._model.forward(step))
-            carried = None if step.carried is None else batch.in_plan_order(step.carried)
-            if not plan.num_sampling:
-                return ForwardOutput(hidden, None, None, carried)
-            sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
-            return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
+        hidden = batch.in_plan_order(self._model.forward(step))
+        carried = None if step.carried is None else batch.in_plan_order(step.carried)
+        if not plan.num_sampling:
+            return ForwardOutput(hidden, None, None, carried)
+        sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
+        return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
 
-    def predict(
-        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+    def _predict(
+        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        plan.column("ids")[: len(ids)] = ids.numpy()
-        step, batch = self._step(plan, clears=drafts)
+        if ids is not None:
+            plan.column("ids")[: len(ids)] = ids.numpy()
+        step, batch = self._step(plan, clears=ids is not None)
         normed = batch.in_plan_order(self._model.predict(step, hidden[batch.places]))[rows]
         carried = normed if step.carried is None else batch.in_plan_order(step.carried)[rows]
         return carried, self._model.predicted(normed)

@@ -119,14 +119,13 @@ class DeviceRunner(Runner):
     def drop_graphs(self) -> None:
         self._graphs = self._piecewise = self._predictions = None
 
-    def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
+    def _start(self, plan: StepPlan, images: StepImages | None) -> ForwardOutput:
         numbers = torch.from_numpy(plan.numbers)
-        with self._translate_peer_loss:
-            output = None if self._graphs is None else self._graphs.replay(plan, numbers)
-            return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images)
+        output = None if self._graphs is None else self._graphs.replay(plan, numbers)
+        return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images)
 
-    def predict(
-        self, plan: StepPlan, ids: Tensor, hidden: Tensor, rows: Sequence[int], *, drafts: bool
+    def _predict(
+        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         numbers = torch.from_numpy(plan.numbers)
         if self._predictions is not None and not plan.sizes.chunks and plan.sizes.tokens <= self._max_slots:
@@ -135,7 +134,8 @@ class DeviceRunner(Runner):
                 # Copies: the next pass may be a replay of the same graph.
                 return select_rows(output.normed, rows).clone(), select_rows(output.sampled, rows).clone()
         on_device = numbers.to(self.device, non_blocking=True)
-        on_device[plan.bounds[0][0] :][: len(ids)] = ids
+        if ids is not None:
+            on_device[plan.bounds[0][0] :][: len(ids)] = ids
         step = self._step(plan, on_device)
         normed = self._model.predict(step, hidden)
         carried = normed if step.carried is None else step.carried

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from eagle_models import EagleModel
 from engine_driver import Driver, Stream
 from full_grid import full
 from lora_folder import projections_of, random_adapter
 from model_families import FAMILIES, tiny_config, write_model
 from model_families import random_model as random_library_model
 from native_families import native_configs
+from prediction_layers import PredictionLayer
+from scripted_drafts import Predicted, draft_by
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
 from vision_models import VisionModel, decoded, picture
@@ -117,7 +120,7 @@ def answers(engine: Engine) -> list[Stream]:
     [
         "gemma4_text, experts",
         "qwen3_5_text",
-        "deepseek_v3",
+        full("deepseek_v3"),
         "nemotron_h, experts",
         *map(full, ("bamba", "falcon_h1", "falcon_h1, normed", "granitemoehybrid")),
         *map(full, ("gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next", "deepseek_v2, lite", "minicpm3")),
@@ -131,6 +134,33 @@ def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> 
     for seed in range(0 if "falcon" in family else 2):
         random_adapter(folder / f"adapter-{seed}", projections_of(model), seed)
     check_division(folder, tmp_path, "native")
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", full("qwen3_next"), full("glm4_moe"), full("qwen2"), full("EAGLE-3")]
+)
+def test_a_divided_model_predicts_the_same_tokens(family: str, tmp_path: Path) -> None:
+    """Texts are those of one rank without drafts."""
+    sizes = SHAPE | {"initializer_range": 0.05}
+    layer: PredictionLayer | EagleModel
+    if family == "EAGLE-3":
+        layer = EagleModel(LlamaConfig(**sizes))
+    else:
+        layer = PredictionLayer(native_configs(sizes, head_dim=16, wide_head_dim=24)[family])
+    folder, more = layer.write(tmp_path), {"speculate": "3", "dtype": "float32"}
+    more |= {"speculator": str(folder / "draft")} if family == "EAGLE-3" else {}
+    whole = build_engine(ShardConfig(**settings_of(folder, "native") | more))  # type: ignore[arg-type]
+    draft_by(whole, None)
+    plain = answers(whole)
+    whole.close()
+    drafter = Predicted(3, [[*stream.prompt, *stream.tokens] for stream in plain])
+    with two_ranks(folder, tmp_path, "-m", "text_generation_shard", **more) as engine:  # type: ignore[arg-type]
+        draft_by(engine, drafter)
+        parts = answers(engine)
+    check_equal(parts, plain)
+    assert len(drafter.found) > 8
+    for tokens, found in drafter.found:
+        assert list(found) == layer.drafts(tokens, len(found))[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", full("gemma3"), full("qwen3_5")])
@@ -238,6 +268,10 @@ def check_division(folder: Path, tmp_path: Path, model_impl: str) -> None:
     whole = answers(build_engine(ShardConfig(**settings_of(folder, model_impl))))  # type: ignore[arg-type]
     with two_ranks(folder, tmp_path, "-m", "text_generation_shard", model_impl=model_impl) as engine:
         parts = answers(engine)
+    check_equal(parts, whole)
+
+
+def check_equal(parts: list[Stream], whole: list[Stream]) -> None:
     for expected, got in zip(whole, parts, strict=True):
         assert (got.tokens, got.finish, got.failure) == (expected.tokens, expected.finish, None)
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
