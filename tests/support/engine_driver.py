@@ -141,11 +141,12 @@ class Driver:
         self._release.append(stream.slot)
         self._forget(stream)
 
-    def preempt(self, stream: Stream, **admission: object) -> Stream:
-        """Release the sequence and admit it again with its generated tokens appended to the prompt."""
+    def preempt(self, stream: Stream, to: Driver | None = None, **admission: object) -> Stream:
+        """Release the sequence and admit it again, or at another driver, with its generated tokens appended to the prompt."""
         self.release(stream)
-        left = replace(stream.stopping, max_new_tokens=stream.stopping.max_new_tokens - len(stream.tokens))
-        return self.admit(
+        new, least, done = stream.stopping.max_new_tokens, stream.stopping.min_new_tokens, len(stream.tokens)
+        left = replace(stream.stopping, max_new_tokens=new - done, min_new_tokens=max(0, least - done))
+        return (to or self).admit(
             [*stream.prompt, *stream.tokens],
             sampling=stream.sampling,
             chunk=stream.chunk,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Sequences
 
-from text_generation_proto.values import OWN
+from text_generation_proto.values import EAGLE, MTP, OWN
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.step.drafts.drafter import Drafter, Predictor
@@ -44,7 +44,12 @@ class ScriptedDrafts(Drafter):
             if predictor.may_follow(each) and (each.matcher is None or each.matcher.is_quick)
         }
         found = predictor.drafts(lengths)
-        return {slot: Draft(tokens, self._predicted, 0) for slot, tokens in found.items()}
+        right = {each.slot: self._right(each) for each in sequences if self._draw.random() < 0.7}
+        drafts = {slot: (*right.get(slot, ())[: self._draw.randrange(9)],) for slot in found}
+        return {
+            slot: Draft((*drafts[slot], *tokens[len(drafts[slot]) :])[: len(tokens)], self._predicted, 0)
+            for slot, tokens in found.items()
+        }
 
     def _draft(self, sequence: Sequence) -> Draft | None:
         count = len(sequence.tokens)
@@ -53,18 +58,43 @@ class ScriptedDrafts(Drafter):
             return None
         if sequence.prediction and self._draw.random() < self._looked_up:
             return self._lookup.drafts(sequence, most)
-        going_on = (text[count:] for text in self._texts if [*text[:count]] == sequence.tokens)
-        right = next(going_on, [self._draw.randrange(self._vocab_size) for _ in range(most)])[:most]
+        right = self._right(sequence)[:most] or [self._draw.randrange(self._vocab_size) for _ in range(most)]
         errors = self._draw.choice((0.0, 0.1, 0.5))
         draw = self._draw
         tokens = tuple(draw.randrange(self._vocab_size) if draw.random() < errors else each for each in right)
         return Draft(tokens, OWN, 0)
+
+    def _right(self, sequence: Sequence) -> Sequences[int]:
+        """Return the tokens that a sequence goes on with, if they are known."""
+        count = len(sequence.tokens)
+        return next((text[count:] for text in self._texts if [*text[:count]] == sequence.tokens), ())
 
     def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
         return self._draw.random() < 0.6
 
     def took(self, rows: StepRows, seconds: float, *, began_ahead: bool) -> None:
         pass
+
+
+class DraftsOf(ScriptedDrafts):
+    """Drafts of one source; of predicted ones, some are made right."""
+
+    def __init__(self, source: str, texts: Sequences[Sequences[int]], vocab_size: int, seed: int) -> None:
+        super().__init__(texts, vocab_size, seed)
+        self._source = self._predicted = source
+
+    def drafts(self, sequences: Sequences[Sequence]) -> dict[int, Draft]:
+        self._lookup.forget_ended()
+        if self._source in (MTP, EAGLE):
+            assert self.predictor is not None
+            return self._predicted_drafts(self.predictor, sequences)
+        return {
+            each.slot: draft
+            for each in sequences
+            if each.matcher is None or each.matcher.is_quick
+            if (draft := self._lookup.drafts(each, min(8, each.end - len(each.tokens)))) is not None
+            if draft.source == self._source and self._draw.random() < 0.9
+        }
 
 
 class Predicted(Drafter):

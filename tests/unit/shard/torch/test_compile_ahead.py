@@ -40,9 +40,22 @@ def test_the_small_model_has_one_layer_of_each_kind(tmp_path: Path) -> None:
     assert one_of_each_kind(small) == small
 
 
-def test_the_program_runs_the_small_model_without_reading_a_weight(tmp_path: Path) -> None:
+def test_the_program_runs_the_small_model_and_a_draft_model_without_reading_a_weight(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, {"other": random_tensors()["model.norm.weight"]})
-    settings = json.dumps({"model_path": str(folder), "device": "cpu", "max_batch_size": 2, "load_format": "dummy"})
+    draft = json.loads((folder / "config.json").read_text())
+    draft |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 10, "num_hidden_layers": 1}
+    draft["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(draft))
+    settings = json.dumps(
+        {
+            "model_path": str(folder),
+            "device": "cpu",
+            "max_batch_size": 2,
+            "load_format": "dummy",
+            "speculator": str(tmp_path / "draft"),
+        }
+    )
     with subprocess.Popen(
         [sys.executable, "-m", PROGRAM, "0", "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from eagle_models import EagleModel
 from engine_driver import Driver
 from full_grid import full
+from lora_folder import projections_of, random_adapter
 from native_families import native_configs
 from prediction_layers import PredictionLayer
 from reference_kernels import reference_engine
@@ -22,11 +24,13 @@ from structlog.testing import capture_logs
 from tiny_quantized import quantized_model
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig, Qwen2Config
+from vision_models import VisionModel, decoded, picture
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import LoadFormat, ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.attention.step import Step
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput
@@ -71,8 +75,9 @@ def capture(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     replay = runner._predictions.replay
 
     def counted(plan: StepPlan, *arguments: torch.Tensor) -> ForwardOutput | None:
-        replayed.append(plan.sizes.tokens)
-        return replay(plan, *arguments)
+        if (output := replay(plan, *arguments)) is not None:
+            replayed.append(plan.sizes.tokens)
+        return output
 
     monkeypatch.setattr(runner, "_predictions", SimpleNamespace(replay=counted))
     return replayed
@@ -155,6 +160,26 @@ def test_drafts_are_those_of_the_layer(
     driver.run()
     assert logits
     assert all(each.isfinite().all() for each in logits)
+
+
+def test_adapters_do_not_keep_the_layer_from_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = PredictionLayer(CONFIGS["qwen2"])
+    folder = layer.write(tmp_path)
+    random_adapter(folder / "adapter", projections_of(layer.model), 0)
+    settings = {"dtype": "float32", "max_batch_size": 16, "speculate": "3", "lora_adapters": f"a={folder / 'adapter'}"}
+    engine = reference_engine(ShardConfig(model_path=str(folder), device="cpu", **settings))  # type: ignore[arg-type]
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    runner = engine._executor._runner
+    assert isinstance(runner, DeviceRunner)
+    replayed = capture(runner, monkeypatch)
+    texts = []
+    for drafter in (None, Predicted(MOST)):
+        draft_by(engine, drafter)
+        streams = [driver.admit(prompt, 12, adapter=name) for prompt, name in zip(PROMPTS, ("a", "", "a"), strict=True)]
+        driver.run()
+        texts.append([stream.tokens for stream in streams])
+    assert texts[0] == texts[1]
+    assert len(replayed) > MOST
 
 
 def drafted(folder: Path, load_format: LoadFormat = "auto") -> list[tuple[list[int], tuple[int, ...]]]:
@@ -269,6 +294,33 @@ def test_a_draft_model_names_tokens_of_the_vocabulary(shift: int, tmp_path: Path
     save_file(tensors | {"d2t": tensors["d2t"] + shift}, draft / "model.safetensors")
     with pytest.raises(EngineError, match="d2t of the draft model names tokens outside of the vocabulary of 331"):
         build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
+
+
+def test_images_have_the_same_rotary_positions_in_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").mkdir()
+    draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path / "text") / "draft"
+    vision = VisionModel("qwen3_vl", tmp_path / "model")
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    config = ShardConfig(model_path=vision.folder, device="cpu", dtype="float32", speculator=str(draft), speculate="3")
+    engine = build_engine(config)
+    assert isinstance(engine, TorchEngine)
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    draft_by(engine, Predicted(MOST))
+    model = engine._executor._runner._model
+    seen: dict[str, list[torch.Tensor]] = {"forward": [], "predict": []}
+
+    def recorded(name: str, run: Callable[..., torch.Tensor], step: Step, *rest: torch.Tensor) -> torch.Tensor:
+        seen[name].append(step.rotary_positions.expand(3, -1))
+        return run(step, *rest)
+
+    for name in seen:
+        monkeypatch.setattr(model, name, partial(recorded, name, getattr(model, name)))
+    stream = driver.admit(prompt.ids, 6, chunk=7, **decoded(engine, prompt))
+    driver.run()
+    assert stream.tokens == vision.reference(prompt, 6)[1]
+    positions, predicted = (torch.cat(found, dim=1)[:, : len(prompt.ids)] for found in seen.values())
+    assert positions[0, -1] < len(prompt.ids) - 1
+    assert torch.equal(predicted, positions)
 
 
 def test_an_error_of_the_layer_costs_its_drafts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

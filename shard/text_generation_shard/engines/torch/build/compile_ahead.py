@@ -116,15 +116,20 @@ def settings_of(config: ShardConfig) -> str:
 
 
 def one_of_each_kind(model: ModelConfig) -> ModelConfig:
-    """Return a model with the first of the layers that have the same attention, rotation, kind of MLP and states."""
+    """Return a model with the first of the layers that have the same attention, rotation, kind of MLP and states.
+
+    A draft model reads the hidden states after the last one, as often as of the whole model.
+    """
     experts, states = model.experts, model.states
     no = (False,) * model.num_layers
     has_experts = no if experts is None else experts.layers
     has_states, has_attention = (no, no) if states is None else (states.layers, states.attention)
     kinds = list(zip(model.layers, model.ropes, has_experts, has_states, has_attention, strict=True))
     layers, ropes, has_experts, has_states, has_attention = zip(*sorted(set(kinds), key=kinds.index), strict=True)
+    own = model.prediction
     return replace(
         model,
+        prediction=own and replace(own, taken_before=(len(layers),) * len(own.taken_before)),
         layers=layers,
         ropes=ropes,
         experts=experts and replace(experts, layers=has_experts),

@@ -135,8 +135,10 @@ def _footprint(  # noqa: PLR0913 – the sizes of a model
         step += slots * info.vocab_size * SORTED_BYTES + CPU_PROCESS
     else:
         memory -= margin_of(target.memory)
-        graphs = len(capture_sizes(slots)) + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
+        decoding = len(capture_sizes(slots))
+        graphs = decoding + len(CAPTURE_SIZES) * -(-(num_layers + 1) // PIECES_PER_GRAPH)
         graphs *= 2 if info.max_loras else 1
+        graphs += decoding if isinstance(prepared.model, ModelConfig) and prepared.model.prediction else 0
         step += slots * info.vocab_size * LOGIT_BYTES + graphs * GRAPH_BYTES + CUDA_LIBRARIES
     images = 0
     if info.max_images:

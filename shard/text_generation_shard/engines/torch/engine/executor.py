@@ -16,6 +16,7 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.copies import Copy, CopyEnd
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import EngineError, EngineInfo
+from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.step_plan import (
     Allocate,
     Ints,
@@ -124,10 +125,7 @@ class Executor:
             plan.with_adapters()
         prefills = _prefills(rows) if rows.prefills else []
         images = None if self.images is None else self.images.of_step(rows, prefills, self._device)
-        if images is not None and self._group.tp.world_size > 1:
-            sizes = [each if each is None else (str(each.dtype)[6:], each.shape) for each in images.tensors]
-            self._broadcast(WorkerCommand.IMAGES, json.dumps(sizes).encode())
-            self._runner.broadcast_images(images)
+        self._broadcast_images(images)
         self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
         started = self._events.record()
         output = self._runner.start(plan, images)
@@ -151,11 +149,19 @@ class Executor:
         plan.column("ids")[: len(ids)] = ids
         ends = accumulate(row.length for row in rows.others)
         outputs = [end - 1 for row, end in zip(rows.others, ends, strict=True) if row.samples]
+        images = None if self.images is None else self.images.of_prediction(rows, self._device)
+        self._broadcast_images(images)
         if self._group.tp.world_size > 1:
             header = [not ids, len(inputs), len(outputs), *inputs, *outputs]
             payload = np.concatenate((np.array(header, dtype=np.int32), plan.numbers))
             self._broadcast(WorkerCommand.PREDICT, payload.data.cast("B"))
-        return self._runner.predict(plan, inputs, outputs, drafts=not ids)
+        return self._runner.predict(plan, inputs, outputs, images, drafts=not ids)
+
+    def _broadcast_images(self, images: StepImages | None) -> None:
+        if images is not None and self._group.tp.world_size > 1:
+            sizes = [each if each is None else (str(each.dtype)[6:], each.shape) for each in images.tensors]
+            self._broadcast(WorkerCommand.IMAGES, json.dumps(sizes).encode())
+            self._runner.broadcast_images(images)
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""

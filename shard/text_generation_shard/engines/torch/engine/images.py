@@ -214,16 +214,25 @@ class ImageSteps:
                 places.append(positions + (offset - row.start))
                 ahead[places[-1]] = positions[-1] - positions
                 parts.append(part)
-        positions = _rotary_positions(rows) if self.encoder.rotates else None
         for row, _, images in with_images:
             if row.samples:
-                row.sequence.images = PromptImages([], None, images.shift)
+                row.sequence.images = PromptImages([], images.positions, images.shift)
         return StepImages(
             upload(np.concatenate(places), torch.int64, device) if places else None,
             torch.cat(parts, dim=1) if parts else None,
-            None if positions is None else upload(positions.ravel(), torch.int64, device).view(3, -1),
+            self._positions(rows, device),
             upload(ahead, torch.int32, device) if self._bidirectional and places else None,
         )
+
+    def of_prediction(self, rows: StepRows, device: torch.device) -> StepImages | None:
+        """Return the rotary positions of a prediction; None if no row is of a prompt with images."""
+        if not any(row.prefills and row.sequence.images is not None for row in rows.others):
+            return None
+        return StepImages(None, None, self._positions(rows, device))
+
+    def _positions(self, rows: StepRows, device: torch.device) -> Tensor | None:
+        positions = _rotary_positions(rows) if self.encoder.rotates else None
+        return None if positions is None else upload(positions.ravel(), torch.int64, device).view(3, -1)
 
     def place_largest(self, rows: StepRows) -> None:
         """Put a large image into the first prompt of a step, to measure its memory and to compile the kernels that it needs."""

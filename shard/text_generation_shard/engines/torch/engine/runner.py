@@ -176,21 +176,29 @@ class Runner(ABC):
     def _start(self, plan: StepPlan, images: StepImages | None) -> ForwardOutput:
         """Launch a step."""
 
-    def predict(self, plan: StepPlan, inputs: Sequence[int], outputs: Sequence[int], *, drafts: bool) -> Tensor:
+    def predict(
+        self,
+        plan: StepPlan,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        images: StepImages | None = None,
+        *,
+        drafts: bool,
+    ) -> Tensor:
         """Launch `Model.predict`; return the most probable next tokens at the tokens `outputs`, in memory of their own.
 
         Its tokens read rows `inputs` of the last step, or of the last call. `drafts`: the latter, whose tokens they are, too, at
-        positions that no step has computed.
+        positions that no step has computed. Of `images` it reads the rotary positions.
         """
         hidden = select_rows(self._carried, inputs)
         ids = select_rows(self._drafted, inputs) if drafts else None
         with self._translate_peer_loss:
-            self._carried, self._drafted = self._predict(plan, ids, hidden, outputs)
+            self._carried, self._drafted = self._predict(plan, ids, hidden, outputs, images)
         return self._drafted
 
     @abstractmethod
     def _predict(
-        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int]
+        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], images: StepImages | None
     ) -> tuple[Tensor, Tensor]:
         """Launch `Model.predict` with `hidden`, rows for the first tokens; return what the next call reads, and tokens, at `rows`.
 

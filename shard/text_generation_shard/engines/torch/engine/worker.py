@@ -46,7 +46,7 @@ class WorkerCommand(IntEnum):
     HOST_BYTES = 29
     """Reply: the bytes of the rank's part of the host cache; 0 if there is none."""
     PREDICT = 30
-    """The payload is int32: the arguments of `Runner.predict` after the plan, the rows after the numbers of them, then the plan."""
+    """The payload is int32: `drafts`, the numbers of `inputs` and `outputs`, these, and the plan of `Runner.predict`."""
 
 
 class TPWorker:
@@ -121,7 +121,9 @@ class TPWorker:
         inputs, outputs, plan = np.split(received[3:], np.cumsum(counts))
         numbers = pinned_ints(plan.size, self._runner.device)
         numbers[:] = plan
-        self._runner.predict(StepPlan.read(numbers), inputs.tolist(), outputs.tolist(), drafts=bool(drafts))
+        rows = inputs.tolist(), outputs.tolist()
+        self._runner.predict(StepPlan.read(numbers), *rows, self._images, drafts=bool(drafts))
+        self._images = None
 
     def _execute_copies(self, kind: int, payload: memoryview) -> int | None:
         if (host := self._host) is None:

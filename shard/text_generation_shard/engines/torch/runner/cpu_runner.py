@@ -56,11 +56,11 @@ class CpuRunner(Runner):
         return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
 
     def _predict(
-        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int]
+        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], images: StepImages | None
     ) -> tuple[Tensor, Tensor]:
         if ids is not None:
             plan.column("ids")[: len(ids)] = ids.numpy()
-        step, batch = self._step(plan, clears=ids is not None)
+        step, batch = self._step(plan, images, clears=ids is not None)
         normed = batch.in_plan_order(self._model.predict(step, hidden[batch.places]))[rows]
         carried = normed if step.carried is None else batch.in_plan_order(step.carried)[rows]
         return carried, self._model.predicted(normed)

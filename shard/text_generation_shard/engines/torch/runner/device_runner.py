@@ -125,7 +125,7 @@ class DeviceRunner(Runner):
         return output or self._run(plan, numbers.to(self.device, non_blocking=True), None, images)
 
     def _predict(
-        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int]
+        self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], images: StepImages | None
     ) -> tuple[Tensor, Tensor]:
         numbers = torch.from_numpy(plan.numbers)
         if self._predictions is not None and not plan.sizes.chunks and plan.sizes.tokens <= self._max_slots:
@@ -136,7 +136,7 @@ class DeviceRunner(Runner):
         on_device = numbers.to(self.device, non_blocking=True)
         if ids is not None:
             on_device[plan.bounds[0][0] :][: len(ids)] = ids
-        step = self._step(plan, on_device)
+        step = self._step(plan, on_device, images)
         normed = self._model.predict(step, hidden)
         carried = normed if step.carried is None else step.carried
         return select_rows(carried, rows), self._model.predicted(select_rows(normed, rows))

@@ -194,12 +194,12 @@ class Decoder:
         places, part = iter(self._places), weights.prediction
         before, taken = () if part is None else part.taken_before, []
         for index, layer in enumerate(weights.layers):
-            taken += [self._taken(stream)] if index in before else []
+            taken += [self._taken(stream) for _ in range(before.count(index))]
             self._add_layer(step, stream, layer, places, buffers.of(index))
             if step.images is not None:
                 step.images.add(stream.residual, index)
         if part is not None and before:
-            taken += [self._taken(stream)] if len(weights.layers) in before else []
+            taken += [self._taken(stream) for _ in range(before.count(len(weights.layers)))]
             step.carried = part.projection(torch.cat(taken, dim=1))
         return ops.norm(stream, weights.norm, buffers.normed)
 
