@@ -4,8 +4,10 @@ python -m text_generation_bench.engine MODEL_FOLDER
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --prompt 512 --new 128 --sequences 1 32 128 256
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --sequences 1 32 128 --adapters 8 --rank 16
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --sequences 1 4 16 64 256 --speculate 3 --synthetic-acceptance 2.6
+python -m text_generation_bench.engine mimo-7b --sequences 1 4 16 --speculate 3 --synthetic-acceptance 2.6
+python -m text_generation_bench.engine llama-8b --speculator llama-8b-eagle --sequences 1 4 16 --speculate 3 --synthetic-acceptance 2.6
 
-The last one repeats each run without drafts, in turns.
+The last three repeat each run without drafts, in turns. A model, or a draft model, may be a shape of gpu_server.py, with random weights.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from text_generation_bench.gpu_server import SHAPES, shaped_folder
 from text_generation_bench.random_adapters import write_adapters
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
@@ -114,8 +117,15 @@ def main() -> None:
         "--drawn", action="store_true", help="draw tokens: greedy texts of random weights repeat themselves"
     )
     parser.add_argument("--synthetic-acceptance", type=float, default=0.0)
+    parser.add_argument("--speculator", default="", help="a draft model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if args.model in SHAPES:
+            args.load_format = "dummy"
+        args.model, args.speculator = (
+            str(shaped_folder(each, Path(), Path(folder, each))) if each in SHAPES else each
+            for each in (args.model, args.speculator)
+        )
         measure(args, write_adapters(Path(args.model), Path(folder), args.adapters, args.rank))
 
 
@@ -131,6 +141,7 @@ def measure(args: argparse.Namespace, adapters: str) -> None:
             trace_steps=args.trace,
             lora_adapters=adapters,
             speculate=args.speculate,
+            speculator=args.speculator,
             synthetic_acceptance=args.synthetic_acceptance,
         )
     )

@@ -47,6 +47,12 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 SHAPES = {
     "llama-8b": _LLAMA | dict(zip(_SIZES, (4096, 32, 32, 8, 14336), strict=True)),
     "llama-70b": _LLAMA | dict(zip(_SIZES, (8192, 80, 64, 8, 28672), strict=True)),
+    "mimo-7b": _LLAMA
+    | dict(zip(_SIZES, (4096, 36, 32, 8, 11008), strict=True))
+    | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
+    "llama-8b-eagle": _LLAMA
+    | dict(zip(_SIZES, (4096, 1, 32, 8, 14336), strict=True))
+    | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
     "qwen3-30b-a3b": _LLAMA
     | dict(zip(_SIZES, (2048, 48, 32, 4, 6144), strict=True))
     | {
@@ -101,7 +107,7 @@ SHAPES = {
         "mamba_d_state": 128,
     },
 }
-"""Model shapes to serve with random weights. The vocabulary is SmolLM2's."""
+"""Model shapes to serve with random weights; llama-8b-eagle is a draft model for llama-8b. The vocabulary is SmolLM2's."""
 QUANTIZATIONS: dict[str, dict[str, object]] = {
     "int4": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
     "fp8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},

@@ -1,8 +1,8 @@
 """Attention of prompt chunks over the paged cache.
 
 Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others by our own
-kernel, see kernels/chunk_attention.py. A plan of FlashInfer is written to pinned memory and copied asynchronously. Two sets of
-buffers alternate: when a step is planned, the copy of the previous step may still be pending, but none before that.
+kernel, see kernels/chunk_attention.py. A plan of FlashInfer is written to pinned memory and copied asynchronously. Sets of buffers
+take turns: when a step is planned, the copies of the previous step and of a prediction before that may still be pending, none before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKSPACE = 256 << 20
 """Bytes for partial results of long prompts that are split."""
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Measured sizes. FlashInfer has a kernel for 512 as well, and compiles it for GPUs after Hopper only."""
-BUFFER_SETS = 2
+BUFFER_SETS = 3
 
 
 class FlashInferChunks:
