@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -182,10 +183,12 @@ def test_adapters_do_not_keep_the_layer_from_its_graphs(tmp_path: Path, monkeypa
     assert len(replayed) > MOST
 
 
-def drafted(folder: Path, load_format: LoadFormat = "auto") -> list[tuple[list[int], tuple[int, ...]]]:
+def drafted(
+    folder: Path, load_format: LoadFormat = "auto", dtype: Literal["float32"] | None = None
+) -> list[tuple[list[int], tuple[int, ...]]]:
     """Return what the layer of a checkpoint drafts for a text, after each of its parts."""
     config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, speculate="3", load_format=load_format)
-    engine = build_engine(config)
+    engine = build_engine(config.model_copy(update={"dtype": dtype}))
     assert isinstance(engine, TorchEngine)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     draft_by(engine, drafter := Predicted(MOST))
@@ -222,6 +225,22 @@ def test_a_layer_without_some_tensor_is_not_loaded(tmp_path: Path) -> None:
     assert engine.predictions is None
     (line,) = [each for each in logs if each["event"] == "the layer that predicts tokens is not loaded"]
     assert "has no tensor model.mtp_layers.0.self_attn.q_proj.weight" in line["reason"]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_config_may_count_no_layer_or_several_of_which_the_first_is_used(count: int, tmp_path: Path) -> None:
+    folder = (layer := PredictionLayer(CONFIGS["qwen2"])).write(tmp_path)
+    tensors = load_file(path := folder / "predictions.safetensors")
+    others = {name.replace("mtp_layers.0", "mtp_layers.1"): torch.zeros_like(each) for name, each in tensors.items()}
+    save_file(tensors | others, path)
+    change_config(folder, {"num_nextn_predict_layers": count})
+    if count:
+        for tokens, found in drafted(folder, dtype="float32"):
+            assert list(found) == layer.drafts(tokens, len(found))[0]
+    else:
+        engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4))
+        assert isinstance(engine, TorchEngine)
+        assert engine.predictions is None
 
 
 def test_random_weights_have_the_layer_that_the_config_names_and_warm_up_measures_it(

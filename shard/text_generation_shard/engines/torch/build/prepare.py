@@ -134,10 +134,10 @@ def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.devic
     if (names := model.family.prediction) is None:
         return None
     names, folder = replace(names, root=names.root.format(layers=model.num_layers)), Path(config.model_path)
-    own = PredictionConfig(names=names, model=model, folder=folder)
-    if config.load_format == "dummy":
-        raw = JsonObject.read(folder).decoder()
-        return own if any(raw.get(name) for name in COUNTS) else None
+    own, raw = PredictionConfig(names=names, model=model, folder=folder), JsonObject.read(folder).decoder()
+    counts = [raw.get(name) for name in COUNTS if raw.get(name) is not None]
+    if config.load_format == "dummy" or (counts and not any(counts)):
+        return own if any(counts) else None
     if not any(name.startswith(names.root + names.projection) for name in Checkpoint(folder, text_only=True).names):
         return None
     reasons: list[str] = []
