@@ -165,13 +165,20 @@ def test_a_divided_model_predicts_the_same_tokens(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", ["qwen3_vl", full("gemma3"), full("qwen3_5")])
 def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
-    """Rank 0 encodes them. The positions of several axes, additions after layers and attention in images are of all ranks."""
+    """Rank 0 encodes them. The positions of several axes, additions after layers and attention in images are of all ranks.
+
+    Tokens are predicted by all ranks, too.
+    """
     vision = VisionModel(family, tmp_path / "checkpoint")
     prompt = vision.prompt([picture(70, 45), picture(31, 90)])
-    with two_ranks(tmp_path / "checkpoint", tmp_path, "-m", "text_generation_shard") as engine:
+    (tmp_path / "text").mkdir()
+    draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path / "text") / "draft"
+    more = {"speculate": "3", "speculator": str(draft)}
+    with two_ranks(tmp_path / "checkpoint", tmp_path, "-m", "text_generation_shard", **more) as engine:  # type: ignore[arg-type]
         assert isinstance(engine, TorchEngine)
         limits = WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=64)
         driver = Driver(engine, engine.warm_up(limits))
+        draft_by(engine, drafter := Predicted(3))
         assert engine._images is not None
         encoder = engine._images.encoder
         encode, encoder.encode = encoder.encode, lambda inputs, tokens: inputs["nothing"]  # type: ignore[method-assign]
@@ -185,6 +192,7 @@ def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
     scores, tokens = vision.reference(prompt, 4)
     assert stream.tokens == tokens
     assert stream.prompt_logprobs[0][1:] == pytest.approx(scores.tolist(), rel=1e-5, abs=1e-4)
+    assert drafter.found
 
 
 def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
