@@ -104,7 +104,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     states; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""
     speculator: str = ""
     """Folder of a draft model of the form of EAGLE-3 for this model (native code of the torch engine). It drafts where nothing was
-    found; not with `num_shard`."""
+    found."""
     synthetic_acceptance: Annotated[float, Field(ge=0)] = 0.0
     """Benchmarks only: take drafts as right at random, so that a step with the longest ones yields so many tokens of a sequence on
     average. Texts are then not those of the model. 0: off."""

@@ -109,10 +109,13 @@ def test_predicted_tokens_are_in_the_place_of_synthetic_ones() -> None:
     assert tokens_of(it.drafts(sequences(2))) == {0: (7, 7, 7), 1: (7, 7, 7)}
 
 
-@pytest.mark.parametrize(("seconds_each", "tokens"), [(0.0001, 3), (0.006, 1), (0.02, 0)])
+@pytest.mark.parametrize(
+    ("seconds_each", "prompts", "tokens"), [(0.0001, False, 3), (0.006, False, 1), (0.02, False, 0), (0.02, True, 3)]
+)
 def test_no_more_tokens_are_predicted_than_pay_for_their_time(
-    monkeypatch: pytest.MonkeyPatch, seconds_each: float, tokens: int
+    monkeypatch: pytest.MonkeyPatch, seconds_each: float, prompts: bool, tokens: int
 ) -> None:
+    """That of prompts does not count."""
     it, predictor, now = (
         drafter(2),
         Sevens(),
@@ -123,10 +126,14 @@ def test_no_more_tokens_are_predicted_than_pay_for_their_time(
 
     def timed(lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         now[0] += seconds_each * max(lengths.values())
+        predictor.has_prompts = False  # they are computed
         return predict(lengths)
 
     monkeypatch.setattr(predictor, "drafts", timed)
-    lengths = [len(it.drafts(sequences(2)).get(0, Draft((), "", 0)).tokens) for _ in range(3)]
+    lengths = []
+    for _ in range(3):
+        predictor.has_prompts = prompts
+        lengths.append(len(it.drafts(sequences(2)).get(0, Draft((), "", 0)).tokens))
     assert lengths == [3, tokens, tokens]
 
 

@@ -113,8 +113,9 @@ class Drafter:
     def _predict(self, predictor: Predictor, drafts: dict[int, Draft], rows: int) -> None:
         """Fill in the predicted ones of the drafts."""
         wanted = {slot: len(draft.tokens) for slot, draft in drafts.items() if draft.source == self._predicted}
+        prompts = predictor.has_prompts
         # Prompts are worth it only if there will be drafts.
-        if wanted or (predictor.has_prompts and self._unpredicted < QUIET_STEPS):
+        if wanted or (prompts and self._unpredicted < QUIET_STEPS):
             started = time.perf_counter()
             found = predictor.drafts(wanted)
             self._predicting_s = time.perf_counter() - started
@@ -122,7 +123,7 @@ class Drafter:
                 draft = drafts.pop(slot)
                 if slot in found:
                     drafts[slot] = replace(draft, tokens=found[slot])
-            if wanted and not predictor.has_prompts:
+            if wanted and not prompts:
                 self._passes.add(rows, self._predicting_s / max(wanted.values()))
         self._unpredicted = 0 if wanted else self._unpredicted + 1
         if self._unpredicted >= FORGET_STEPS:
