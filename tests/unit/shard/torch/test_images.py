@@ -280,8 +280,6 @@ def test_a_picture_that_is_no_longer_kept_is_decoded_again_beside_the_steps(
     prompt = vision.prompt([picture(70, 45), picture(31, 90)])
     driver.admit(prompt.ids, 1, **decoded(engine, prompt))
     driver.run()
-    admission = decoded(engine, prompt)  # its rows are kept
-    monkeypatch.setattr(encoder, "cached", RowCache(0))
 
     def decode(data: bytes, number: int) -> object:
         assert threading.current_thread() is not threading.main_thread()
@@ -289,6 +287,8 @@ def test_a_picture_that_is_no_longer_kept_is_decoded_again_beside_the_steps(
         return inputs(data, number)
 
     monkeypatch.setattr(encoder, "_inputs", decode)
+    admission = decoded(engine, prompt)  # its rows are kept
+    monkeypatch.setattr(encoder, "cached", RowCache(0))
     stream, other = driver.admit(prompt.ids, NEW_TOKENS, **admission), driver.admit((9, 8, 7), 5)
     while not other.is_over:
         driver.step()
