@@ -35,7 +35,7 @@ class Node:
         self.created = created
         # Time of the last release. A parent takes over the time of an evicted child; before that it is not a leaf, and
         # the time is not read.
-        self.last_used = created
+        self.last_used = 0
         self.salt = salt
         # The tenants that computed or reused this run. Those of a child are among those of its parent.
         self.owners: set[str] = set()

@@ -35,6 +35,7 @@ class PrefixTree:
         self._pools = pools
         """The blocks of the further groups."""
         self._now = 0
+        """Counts releases and evicted blocks."""
         self._roots: dict[str, Node] = {}
         self.cached_blocks = 0
         """Blocks in the tree."""
@@ -144,10 +145,10 @@ class PrefixTree:
                     pool.cache(cached, run, len(cached))
         return end, present
 
-    def release(self, node: Node) -> None:
-        """Drop one lock of `node`."""
+    def release(self, node: Node, bonus: int = 0) -> None:
+        """Drop one lock of `node`. It is evicted as if it was used `bonus` evicted blocks later."""
         assert node.locks > 0, "a lock is released once"
-        node.last_used = self._tick()
+        node.last_used = self._tick() + bonus
         at: Node | None = node
         while at is not None:
             at.locks -= 1
@@ -180,6 +181,7 @@ class PrefixTree:
 
     def _trim(self, leaf: Node, count: int) -> list[int]:
         """Remove and return the last `count` blocks of an unlocked leaf, at least one."""
+        self._now += count
         taken = leaf.blocks[-count:]
         if self.changes is not None:
             self.changes.append(taken)

@@ -106,3 +106,16 @@ def test_long_chats_keep_their_checkpoints_among_short_prompts_until_they_end() 
                 rig.hit(words(100 + 100 * ended + 10 * turn + chat, BLOCK + 1))
                 hits.append(rig.hit(words(10 * ended + chat + 1, BLOCK * (10 + turn) + 1)))
         assert hits == [BLOCK * (10 + turn - 1)] * 4
+
+
+def test_the_blocks_of_a_long_chat_stay_until_as_many_others_are_evicted() -> None:
+    """By last use alone, the short prompts would evict its last block, and with it its only checkpoint."""
+    rig = Chats(states=40, blocks=60)
+    chat = words(1, 30 * BLOCK + 1)
+    rig.hit(chat)
+    for number in range(2, 14):
+        rig.hit(words(number, 4 * BLOCK + 1))
+    assert rig.hit(chat) == 30 * BLOCK
+    for number in range(20, 40):
+        rig.hit(words(number, 4 * BLOCK + 1))
+    assert rig.hit(chat) == 0
