@@ -41,7 +41,7 @@ def state_configs(shape: dict[str, Any], *, head_dim: int) -> dict[str, transfor
     }
     return {
         "qwen3_5_text": transformers.Qwen3_5TextConfig(**shape, **hybrid),
-        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts),
+        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig(**shape, **hybrid_experts, linear_conv_kernel_dim=7),
         "qwen3_next": transformers.Qwen3NextConfig(
             **shape, **hybrid_experts | {"shared_expert_intermediate_size": 24}, mlp_only_layers=[1]
         ),
@@ -52,6 +52,7 @@ def state_configs(shape: dict[str, Any], *, head_dim: int) -> dict[str, transfor
         "olmo_hybrid": transformers.OlmoHybridConfig(
             **shape | {"num_key_value_heads": shape["num_attention_heads"]},
             **{key: value for key, value in hybrid.items() if key != "head_dim"},
+            linear_conv_kernel_dim=3,
             rope_parameters={"rope_type": "default", "rope_theta": None},
         ),
         "olmo_hybrid, with rotation": transformers.OlmoHybridConfig(
@@ -80,7 +81,7 @@ def state_configs(shape: dict[str, Any], *, head_dim: int) -> dict[str, transfor
             layer_types=["mamba", "mamba", "attention"],
             mamba_proj_bias=True,
         ),
-        "bamba": transformers.BambaConfig(**shape, **mamba, attn_layer_indices=[1], mlp_bias=True),
+        "bamba": transformers.BambaConfig(**shape, **mamba, mamba_d_conv=2, attn_layer_indices=[1], mlp_bias=True),
         "falcon_h1": transformers.FalconH1Config(
             **shape,
             **mamba | {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_n_groups": 1},
@@ -110,10 +111,13 @@ def state_configs(shape: dict[str, Any], *, head_dim: int) -> dict[str, transfor
             num_experts_per_tok=3,
             moe_intermediate_size=24,
             num_dense_layers=1,
+            conv_L_cache=5,
             routed_scaling_factor=1.5,
         ),
+        # The library never ties its embeddings, whatever the config says.
         "nemotron_h": transformers.NemotronHConfig(
-            **{key: value for key, value in shape.items() if key != "num_hidden_layers"},
+            **{key: value for key, value in shape.items() if key != "num_hidden_layers"}
+            | {"tie_word_embeddings": True},
             head_dim=head_dim,
             layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
             mamba_num_heads=8,

@@ -171,6 +171,10 @@ def test_eos_ids_come_from_generation_config_else_config(
     assert read(tmp_path, {"eos_token_id": own}, generation).eos_token_ids == ids
 
 
+def nemotron_h(**changes: object) -> dict[str, Any]:
+    return of("nemotron_h", layers_block_type=["mamba", "attention", "mlp"], **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -220,6 +224,10 @@ def test_eos_ids_come_from_generation_config_else_config(
         (of("deepseek_v3", kv_lora_rank=8192), "kv_lora_rank is 8192, not a whole number from 1 to 4096"),
         (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
         (of("qwen2", use_sliding_window=True, layer_types=["linear_attention"] * 4), "['linear_attention']"),
+        (of("qwen3_next", layer_types=["linear_attention"] * 4), "no layer has attention: models with states alone"),
+        (of("qwen3_next", hidden_act="gelu"), "hidden_act 'gelu': convolutions have silu"),
+        (nemotron_h(mamba_hidden_act="gelu"), "mamba_hidden_act 'gelu': convolutions have silu"),
+        (nemotron_h(mlp_hidden_act="silu"), "mlp_hidden_act 'silu' is not supported, only relu2"),
     ],
     ids=lambda value: None,
 )

@@ -116,7 +116,7 @@ class TransformersModel:
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
             raise self.failure(error) from None
         if not recorder.calls:
-            raise self.refusal("its attention does not go through transformers' attention interface")
+            raise self.refusal("no layer has attention through transformers' attention interface")
         self.calls, self.layers, self.rules = recorder.calls, recorder.layers, recorder.rules
 
     def forward(self, step: Step) -> Tensor:

@@ -41,7 +41,6 @@ from text_generation_shard.json_object import MAX_COUNTS, JsonObject, eos_token_
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 USE_WINDOW = "use_sliding_window"
-HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -268,9 +267,10 @@ def _ties(raw: JsonObject, family: Family) -> bool:
     if not ties or not any(folder.glob("*.safetensors")):
         return ties
     checkpoint = Checkpoint(folder, text_only=True)
-    if not all(name in checkpoint for name in HEADS):
+    names = "lm_head.weight", f"{family.names.embedding}.weight"
+    if not all(name in checkpoint for name in names):
         return True
-    head, embedding = (checkpoint.map([name])[name] for name in HEADS)
+    head, embedding = (checkpoint.map([name])[name] for name in names)
     # A few rows tell copies from others.
     return head.shape == embedding.shape and bool((head[:16] == embedding[:16]).all())
 
@@ -302,10 +302,9 @@ def _activation(raw: JsonObject, family: Family) -> str:
     activation = raw.optional_text(name) or family.activation
     if family.gelu_by_tanh and activation == "gelu":
         return "gelu_pytorch_tanh"
-    if activation == "relu2" and not family.gated_mlp:
-        return activation
-    if activation not in ACTIVATIONS:
-        raise raw.unsupported(f"{name} {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
+    known = ACTIVATIONS if family.gated_mlp else ("relu2",)
+    if activation not in known:
+        raise raw.unsupported(f"{name} {shortened(activation)} is not supported, only {', '.join(known)}")
     return activation
 
 

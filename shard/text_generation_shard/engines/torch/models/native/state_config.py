@@ -34,6 +34,7 @@ class StateFamily:
     """True: one projection has all parts of each group of heads (Qwen3-Next); False: one for each part."""
     beside_attention: bool = False
     """True: each layer has attention and a state (Falcon-H1)."""
+    activation_field: str = "hidden_act"
     single_parts: bool = False
     """True: a layer has attention, a state or an MLP, not two of them (Nemotron-H)."""
     optional_norm: bool = False
@@ -156,6 +157,8 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
         flags["beta_scale"] = 2.0
     if family.kind == "short_convolution":
         flags["bias"] = flags["convolution_bias"] = raw.flag("conv_bias", default=False)
+    elif (activation := raw.optional_text(family.activation_field) or "silu") != "silu":
+        raise raw.unsupported(f"{family.activation_field} {shortened(activation)}: convolutions have silu")
     elif sizes["heads"] % sizes["groups"]:
         raise raw.error(f"{sizes['heads']} heads of values cannot share {sizes['groups']} heads of keys")
     if family.single_parts:
@@ -241,7 +244,7 @@ def _attention_layers(raw: JsonObject, family: StateFamily, num_layers: int) -> 
     else:
         attention = tuple(kind in ATTENTION_TYPES for kind in types)
     if not any(attention):
-        raise raw.unsupported("no layer has attention")
+        raise raw.error("no layer has attention: models with states alone are not served")
     return attention
 
 

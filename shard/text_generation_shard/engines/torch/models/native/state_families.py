@@ -156,7 +156,7 @@ STATE_FAMILIES: dict[str, Family] = {
         norms=NormNames(before_attention="norm", before_mlp="norm"),
         names=TensorNames(attention="mixer", mlp="mixer", last_norm="model.norm_f", embedding="model.embeddings"),
         rope_switch=True,
-        states=StateFamily("mamba", "mixer", NEMOTRON_FIELDS, single_parts=True),
+        states=StateFamily("mamba", "mixer", NEMOTRON_FIELDS, activation_field="mamba_hidden_act", single_parts=True),
         experts=NEMOTRON_EXPERTS,
         unsupported=(("moe_latent_size", 0),),
     ),
