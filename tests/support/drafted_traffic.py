@@ -26,7 +26,7 @@ GRAMMARS = [
         'start: "<call>" /[a-z]{1,8}/ "(" %json {"type": "array", "items": {"type": "integer"}} ")</call>"',
     ),
 ]
-"""Of a pattern, of a schema, and of calls of a tool."""
+"""Grammars of a pattern, of a schema, and of calls of a tool."""
 
 
 @dataclass

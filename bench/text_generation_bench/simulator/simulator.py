@@ -22,9 +22,9 @@ from text_generation_bench.simulator.measures import FairnessMeter, IdealPrefixC
 from text_generation_bench.simulator.replica import HostContents, KvAudit, SimulatedReplica, check_orders
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
 from text_generation_bench.simulator.statistics import LiveRequest, SchedulerTimings, Statistics
-from text_generation_bench.simulator.traces import NO_TENANT, Arrival, Trace
+from text_generation_bench.simulator.traces import Arrival, Trace
 from text_generation_proto.cache_groups import CacheGroup
-from text_generation_router.request import Priority, QualityOfService, Request, RequestId
+from text_generation_router.request import QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, StepOutput
 from text_generation_router.shards.replica import HOLD_SHARE, MIN_STEP_S
 
@@ -131,7 +131,8 @@ class Simulator:
         now, statistics, scheduler = self.now, self.statistics, self.scheduler
         request_id = RequestId(self._requests)
         self._requests += 1
-        request = Request(request_id, arrival.prompt, arrival.max_new_tokens, qos=self._qos(arrival))
+        qos = DEFAULT_QOS if self.config.blind else arrival.qos
+        request = Request(request_id, arrival.prompt, arrival.max_new_tokens, qos=qos)
         if not scheduler.fits(len(request.prompt), request.max_new_tokens) or scheduler.exceeds_queue_limit(request):
             statistics.reject(arrival, now)
             return
@@ -143,7 +144,7 @@ class Simulator:
         since = perf_counter()
         scheduler.submit(request, now)
         self.timings.submit.add(since)
-        if request.qos is not DEFAULT_QOS:
+        if request.qos != DEFAULT_QOS:
             self._watch_expiry()
         leaves = arrival.leaves_after_s
         if self.config.blind and arrival.total_s is not None:
@@ -152,22 +153,6 @@ class Simulator:
         if leaves is not None:
             self._push(now + leaves, self._leave, request_id)
         self._dispatch()
-
-    def _qos(self, arrival: Arrival) -> QualityOfService:
-        default = arrival.queue_s is None and arrival.total_s is None and arrival.priority is Priority.DEFAULT
-        if self.config.blind or (default and arrival.tenant == NO_TENANT and not arrival.job):
-            return DEFAULT_QOS
-        queue_by = None if arrival.queue_s is None else arrival.at + arrival.queue_s
-        end_by = None if arrival.total_s is None else arrival.at + arrival.total_s
-        first_by = None if arrival.first_token_s is None else arrival.at + arrival.first_token_s
-        return QualityOfService(
-            arrival.tenant,
-            arrival.priority,
-            first_token_by=first_by,
-            queue_by=queue_by,
-            end_by=end_by,
-            job=arrival.job,
-        )
 
     def _leave(self, request_id: RequestId) -> None:
         if request_id in self.statistics.live:

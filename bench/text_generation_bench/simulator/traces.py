@@ -15,7 +15,7 @@ from itertools import accumulate
 from random import Random
 
 from text_generation_bench.load.agents import NEW_TOKENS, AgentSession, AgentTurn
-from text_generation_router.request import Priority, TenantId
+from text_generation_router.request import Priority, QualityOfService, TenantId
 
 POOL_TOKENS = 1 << 18
 LONGEST = 1 << 17
@@ -78,6 +78,14 @@ class Arrival:
     """Returns the next request of the client, given the time at which this one finished; None: no further one."""
     siblings: Sequence[Arrival] = ()
     """Requests that the client sends beside it."""
+
+    @property
+    def qos(self) -> QualityOfService:
+        limits = self.first_token_s, self.queue_s, self.total_s
+        first_by, queue_by, end_by = (None if limit is None else self.at + limit for limit in limits)
+        return QualityOfService(
+            self.tenant, self.priority, first_token_by=first_by, queue_by=queue_by, end_by=end_by, job=self.job
+        )
 
 
 Trace = Iterator[Arrival]

@@ -116,7 +116,7 @@ class Runner(ABC):
         """None if all rotary positions are positions."""
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
         self._carried = self._drafted = torch.empty(0)
-        """What `predict` reads: rows of the last step or prediction, and the tokens of the latter."""
+        """The rows of the last step or prediction that `predict` reads, and the tokens of the latter."""
 
     def slot_cell(self, column: str, slot: int) -> int:
         """Return the cell of a plan's updates that has one of SLOT_COLUMNS of a slot."""
