@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--speculator", default="", help="a draft model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if args.model in SHAPES:
+        if {args.model, args.speculator} & SHAPES.keys():
             args.load_format = "dummy"
         args.model, args.speculator = (
             str(shaped_folder(each, Path(), Path(folder, each))) if each in SHAPES else each

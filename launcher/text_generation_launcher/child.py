@@ -166,8 +166,9 @@ async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_peri
 
 def send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """Send a signal. The methods of `process` would collect the exit code of one that has just ended: asyncio then reports 255."""
-    with suppress(ProcessLookupError):
-        os.kill(process.pid, number)
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output: bool) -> None:

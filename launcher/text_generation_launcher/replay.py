@@ -23,11 +23,11 @@ async def replay(path: str, config: LauncherConfig, environ: Mapping[str, str]) 
     """Print the verdict about a record; return FAILED unless its text is the same."""
     code = ExitCode.FAILED
     alone = {"parts": "shards", "num_replicas": 1, "max_shard_restarts": 0, "shard_tcp_port": 0}
-    alone["shard_token"] = config.shard_token or secrets.token_hex(32)
+    alone |= {"places": "local", "shard_token": config.shard_token or secrets.token_hex(32)}
 
     async def judge(address: str) -> None:
         nonlocal code
-        async with ShardClient.connect(address, access) as client:
+        async with ShardClient.connect(address, own) as client:
             await client.ready(config.shard_connect_timeout)
             judgement = await replay_record(*record, client)
         code = ExitCode.STOPPED if judgement.verdict is Verdict.SAME else ExitCode.FAILED
@@ -37,9 +37,10 @@ async def replay(path: str, config: LauncherConfig, environ: Mapping[str, str]) 
         record = read_record(Path(path))
         with socket_folder(environ) as folder:
             folder.mkdir(mode=0o700)
-            access = config.model_copy(update=alone | {"shard_uds_path": f"{folder}/replay"})
-            rank = "-0" if access.sharded or (access.num_shard or 1) > 1 else ""
-            await first_of(launch(access, environ), judge(f"unix://{folder}/replay-0{rank}"))
+            own = config.model_copy(update=alone | {"shard_uds_path": f"{folder}/replay"})
+            rank = "-0" if own.sharded or (own.num_shard or 1) > 1 else ""
+            await first_of(launch(own, environ), judge(f"unix://{folder}/replay-0{rank}"))
     except* (CannotServe, grpc.aio.AioRpcError, TimeoutError) as group:
-        log.error("cannot replay", reason=str(first_error(group)))
+        error = first_error(group)
+        log.error("cannot replay", reason=str(error) or type(error).__name__)
     return code

@@ -127,6 +127,7 @@ class NewSequence:
     draft_scope: str = ""
     """Sequences of other scopes are not drafted from its output."""
     no_drafts: bool = False
+    """True: nothing is drafted for it."""
     prediction: tuple[int, ...] = ()
     """Tokens that the new ones are likely to be, but for some edits."""
     media: tuple[Media, ...] = ()

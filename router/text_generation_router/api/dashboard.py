@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from text_generation_common.effective import masked
+from text_generation_common.exit_codes import first_error
 from text_generation_common.waiting import background
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.core.serving import Serving
@@ -90,8 +91,11 @@ class DashboardRoutes:
                     begin += history.full if full else history.common
             stream = self._serving.stream(request, {}, tgi_error_event)
             stream.send(begin, counts=False)  # it is there at once, however fast the client reads
-            async with background(self._show_samples(stream, full=full)):
-                return await stream.run()
+            try:
+                async with background(self._show_samples(stream, full=full)):
+                    return await stream.run()
+            except ExceptionGroup as group:
+                raise first_error(group) from None  # as if nothing ran beside it
 
     async def _show_samples(self, stream: EventStream, *, full: bool) -> None:
         """Send every sample until the server drains: no viewer holds it up."""

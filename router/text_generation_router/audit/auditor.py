@@ -87,7 +87,7 @@ class Auditor:
 
     def _collect(self) -> None:
         """Keep the watched requests that have ended."""
-        for request_id in self._watched.keys() - self._scheduler.requests.keys():
+        for request_id in [each for each in self._watched if each not in self._scheduler.requests]:
             if (ended := self._watched.pop(request_id)).tokens:
                 ended.ended()
                 self._keep(ended)

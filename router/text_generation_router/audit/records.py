@@ -28,7 +28,7 @@ MAX_RECORDS = 100
 def record_of(
     served: Served, judgement: Judgement, scores: pb.TokenScores, info: pb.InfoResponse, suspect: str
 ) -> bytes:
-    """Return a finding as JSON, null for numbers that it does not have. It holds token ids, images, the text of a grammar."""
+    """Return a finding as JSON, with null or "NaN" for numbers that it does not have. It holds token ids, images, the text of a grammar."""
     request = served.replay(info.max_sequence_length)
     orders = SchedulerOutput(1, placements=(Placement(0, request, (), ()),))
     (order,) = orders_to_pb(orders, info.eos_token_ids).placements

@@ -147,8 +147,10 @@ class Findings:
         """The only unusual feature, or the replica, that the last ISOLATE_AFTER findings share; None if there is none."""
         if len(self._last) < ISOLATE_AFTER:
             return None
-        common = [name for name in frozenset.intersection(*map(frozenset, self._last)) if self._usual(name) <= USUAL]
-        return common[0] if len(common) == 1 else None
+        common = {name for name in frozenset.intersection(*map(frozenset, self._last)) if self._usual(name) <= USUAL}
+        if "offload" in common:
+            common.discard("prefix")  # a loaded prefix is a cached one
+        return common.pop() if len(common) == 1 else None
 
     def _usual(self, name: str) -> float:
         return (self._same[name] + 1) / (self._confirmed + 2)

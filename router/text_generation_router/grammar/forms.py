@@ -69,7 +69,7 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
             # The Responses API has the schema next to the type, the chat API one level deeper.
             holder = form.get("json_schema", form)
             if isinstance(holder, dict):
-                is_schema = holder is not form and holder and holder.keys().isdisjoint(("name", "schema"))
+                is_schema = holder is not form and holder and holder.keys().isdisjoint(("name", "schema", "strict"))
                 holder = holder if is_schema else holder.get("schema")
             if not isinstance(holder, dict):
                 raise not_valid(f"`schema` of a format of type `{kind}` must be an object")

@@ -115,7 +115,7 @@ class ReplicaCopies:
         return (load.sequence for load in self._loads.values())
 
     def orders(self, spare: int) -> tuple[Copy, ...]:
-        """Return the copies to begin. Stores leave `spare` blocks of the device available, but those of sequences that move."""
+        """Return the copies to begin. Stores leave `spare` blocks of the device available, except those of sequences that move."""
         ordered, self._ordered = self._ordered, []
         for waiting in self._due():
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
@@ -164,9 +164,9 @@ class ReplicaCopies:
         """Return the cached prefix of `sequence`; where the host has a longer one, the part on the device, and that one."""
         cache, size, key = self._cache, self._cache.block_size, self._cache.reusable_key(sequence)
         prefix = cache.tree.find(sequence.salt, key)
-        if cache.host is None or sequence.load_failed or "offload" in sequence.request.without:
+        if (host := cache.host_of(sequence)) is None or sequence.load_failed:
             return prefix, None
-        tree = cache.host.tree
+        tree = host.tree
         # There are states for the checkpoint and for its own.
         has_states = cache.states is None or cache.states.available > 1
         least = size if sequence.requeued else MIN_LOADED_TOKENS

@@ -178,9 +178,9 @@ class Dispatcher:
         """
         ranked, better = self._rank(sequence)
         if self._policy.prefill_replicas:  # those of the other role come last
-            role, is_prefill = self.roles.needs_prefill(sequence), self.roles.is_prefill
-            ranked.sort(key=lambda each: is_prefill(each) is not role)
-            better = better if better is not None and is_prefill(better) is role else None
+            prefill, is_prefill = self.roles.needs_prefill(sequence), self.roles.is_prefill
+            ranked.sort(key=lambda each: is_prefill(each) != prefill)
+            better = better if better is not None and is_prefill(better) == prefill else None
         if better is not None:
             return ranked, (better, None, 0)
         if ranked and (host := ranked[0].cache.host) is not None and sequence in host.moving:

@@ -86,12 +86,16 @@ class KVCache:
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the leading tokens of `sequence` that are cached. At least one token is left to compute."""
         tokens = self.tokens_on_device(sequence)
-        if self.host is not None:
-            key, tree = self.reusable_key(sequence), self.host.tree
+        if (host := self.host_of(sequence)) is not None:
+            key, tree = self.reusable_key(sequence), host.tree
             if tree.match(sequence.salt, key).blocks * self.block_size > tokens:
                 # Of two replicas, that without a load is the better one.
                 tokens = max(tokens, tree.peek(sequence.salt, key) * 15 // 16)
         return tokens
+
+    def host_of(self, sequence: ScheduledSequence) -> HostCache | None:
+        """Return the host cache, if there is one and the request does not do without it."""
+        return None if "offload" in sequence.request.without else self.host
 
     def tokens_on_device(self, sequence: ScheduledSequence) -> int:
         """Do as `cached_tokens`, without the host cache."""

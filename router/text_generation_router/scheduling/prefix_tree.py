@@ -148,7 +148,7 @@ class PrefixTree:
     def release(self, node: Node, bonus: int = 0) -> None:
         """Drop one lock of `node`. It is evicted as if it was used `bonus` evicted blocks later."""
         assert node.locks > 0, "a lock is released once"
-        node.last_used = self._tick() + bonus
+        node.last_used = max(node.last_used, self._tick() + bonus)
         at: Node | None = node
         while at is not None:
             at.locks -= 1

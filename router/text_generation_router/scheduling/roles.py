@@ -42,9 +42,8 @@ class Roles:
         if not 0 < len(decoding) < len(able):
             return False
         known = [cache.tokens_on_device(sequence) for cache in decoding]
-        known += [
-            cache.host.tree.peek(sequence.salt, cache.reusable_key(sequence)) for cache in decoding[:1] if cache.host
-        ]
+        hosts = ((cache, cache.host_of(sequence)) for cache in decoding[:1])
+        known += [host.tree.peek(sequence.salt, cache.reusable_key(sequence)) for cache, host in hosts if host]
         return sequence.length - max(known) >= LEAST_PROMPT
 
     def movable(self, source: ReplicaScheduler) -> Iterator[ScheduledSequence]:

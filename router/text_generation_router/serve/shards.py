@@ -103,7 +103,8 @@ class Shards:
             metrics.add_audits(auditor)
         else:
             if share:
-                log.warning("no audits: the engine does not score generated tokens", engine=model.info.engine)
+                write = log.warning if config.audit_share else log.info
+                write("no audits: the engine does not score generated tokens", engine=model.info.engine)
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
         metrics.add_shards(cluster, lambda: self.known)
         return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)

@@ -84,6 +84,7 @@ class Sequence:
     draft_scope: tuple[str, str] = ("", "")
     """Only sequences of the same scope are drafted from its output: `NewSequence.draft_scope`, and the adapter."""
     no_drafts: bool = False
+    """True: nothing is drafted for it."""
     prediction: list[int] = field(default_factory=list)
     allowed: NDArray[np.bool_] | None = None
     """By token: True for those of `sampling.allowed_token_ids`; made with the first token."""

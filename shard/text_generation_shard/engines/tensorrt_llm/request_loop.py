@@ -183,6 +183,7 @@ class RequestLoop:
             log.warning("a request could not be aborted", reason=explain(error))
 
     def _deliver(self, stream: Stream, update: StreamUpdate | None) -> None:
+        self.last_output_at = time.monotonic()
         if update is None or stream.dropped:
             return
         if not self._updates:
@@ -190,7 +191,6 @@ class RequestLoop:
         self._updates.append((stream, update))
 
     def _hand_over(self) -> None:
-        self.last_output_at = time.monotonic()
         with self._lock:
             self._ready += self._updates
             self._lock.notify()

@@ -152,6 +152,9 @@ def test_findings_name_what_they_have_in_common() -> None:
     assert findings.shared == "prefix"
     findings.add({*usual, "chunks"})
     assert findings.shared is None
+    for _ in range(3):
+        findings.add({*usual, "prefix", "offload"})  # a loaded prefix is a cached one
+    assert findings.shared == "offload"
 
 
 def test_a_feature_that_some_findings_do_without_is_not_their_cause() -> None:

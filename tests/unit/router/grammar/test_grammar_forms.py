@@ -95,7 +95,7 @@ REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
     (tgi_grammar, {"type": "regex", "value": "\ud800"}, ".*surrogate"),
     *((read, form, "grammar is not valid: (unknown type|missing `type`)") for form in UNKNOWN for read in (tgi_grammar, response_format)),
     *((response_format, {"type": "json_schema", "json_schema": holder}, "grammar is not valid: .*must be an object")
-      for holder in (None, 5, {}, {"schema": None}, {"schema": [1]})),
+      for holder in (None, 5, {}, {"strict": True}, {"schema": None}, {"schema": [1]})),
     *((guided, body, "grammar is not valid: ")
       for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_grammar": " "})),
     (guided, {"structured_outputs": {"json": {}, "whitespace_pattern": "x"}}, "grammar is not valid: .*pattern` is not supported"),

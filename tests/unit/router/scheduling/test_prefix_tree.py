@@ -53,3 +53,16 @@ def test_an_owner_knows_what_it_computed_or_reused_and_nothing_that_others_added
     tree.claim(end, "b")
     assert (tree.known_blocks(end, "b"), tree.known_blocks(end, "a")) == (5, 3)
     check_tree(tree, [end])
+
+
+def test_a_run_that_counts_as_used_later_stays_so_when_another_lock_ends() -> None:
+    tree = PrefixTree(1)
+    for token, bonus in ((1, 10), (2, 0)):
+        node, _ = tree.lock(tree.find(SALT, b""))
+        node, _ = tree.extend(node, key([token]), [token])
+        tree.release(node, bonus)
+    lock, _ = tree.lock(tree.find(SALT, key([1])))
+    tree.release(lock)  # as after a store
+    lock, _ = tree.lock(tree.find(SALT, key([2])))
+    tree.release(lock)
+    assert tree.evict(1) == [2]

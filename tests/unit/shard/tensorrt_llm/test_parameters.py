@@ -13,13 +13,13 @@ from model_folders import ENGINE, RANKS, compiled_engine, fill
 from standin import VERSIONS, importable, model_folder
 from trtllm_engines import constructed
 
+from text_generation_common.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping, TraceContext
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.library import load_library
 from text_generation_shard.engines.tensorrt_llm.parameters import EngineCapabilities, Parameters
-from text_generation_shard.grammar import JSON_OPTIONS
 
 PROMPT = tuple(range(100, 120))
 EOS = 2

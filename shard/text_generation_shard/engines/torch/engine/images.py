@@ -225,8 +225,8 @@ class ImageSteps:
         )
 
     def of_prediction(self, rows: StepRows, device: torch.device) -> StepImages | None:
-        """Return the rotary positions of a prediction; None if no row is of a prompt with images."""
-        if not any(row.prefills and row.sequence.images is not None for row in rows.others):
+        """Return the rotary positions of a prediction; None if they are those of texts."""
+        if not self.encoder.rotates or not any(row.prefills and row.sequence.images is not None for row in rows.others):
             return None
         return StepImages(None, None, self._positions(rows, device))
 

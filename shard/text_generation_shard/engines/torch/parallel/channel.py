@@ -59,7 +59,6 @@ class _Channel:
                 for peer in self._peers:
                     peer.close()
 
-        # The context holds the fields that are logged with every record.
         Thread(target=wait, name="group watch", daemon=True).start()
 
     def lost(self, within: float) -> str | None:
