@@ -1,9 +1,9 @@
 """KVCache: the KV blocks of one replica, and the block tables of its sequences.
 
 A block is free, owned by the prefix tree, or owned by one sequence. Blocks of the tree that no sequence uses count as
-available: they are evicted, least recently used first, when the free ones run out. Beside states, the blocks of a sequence stay longer,
-until as many others as it has are evicted: by last use alone, each session would lose its last blocks, and with them its checkpoint,
-before its next turn where more are active than blocks.
+available: they are evicted, least recently used first, when the free ones run out. Beside states, the blocks of a sequence that found
+a prefix stay longer, until as many others as it found are evicted: by last use alone, each session would lose its last blocks, and with
+them its checkpoint, before its next turn where more are active than blocks.
 
 These are the blocks of the first group, which is full. The pools of the further groups follow their own rules: see `window_pool` and
 `state_pool`. A sequence gets their blocks chunk by chunk, and gives back those that it no longer needs. A prompt is placed if each of
@@ -302,7 +302,8 @@ class KVCache:
         if self.states is not None and sequence.states is not None:
             self.states.finish(sequence.states)
         if sequence.prefix_lock is not None:
-            self.tree.release(sequence.prefix_lock, sequence.committed_blocks if self.states is not None else 0)
+            reused = sequence.cached_tokens // self.block_size
+            self.tree.release(sequence.prefix_lock, reused if self.states is not None else 0)
 
     def _make_free(self, count: int) -> None:
         """Evict until `count` blocks are free, or none is left."""

@@ -108,11 +108,12 @@ def test_long_chats_keep_their_checkpoints_among_short_prompts_until_they_end() 
         assert hits == [BLOCK * (10 + turn - 1)] * 4
 
 
-def test_the_blocks_of_a_long_chat_stay_until_as_many_others_are_evicted() -> None:
+def test_the_blocks_of_a_chat_stay_until_as_many_others_are_evicted_as_it_found() -> None:
     """By last use alone, the short prompts would evict its last block, and with it its only checkpoint."""
     rig = Chats(states=40, blocks=60)
     chat = words(1, 30 * BLOCK + 1)
     rig.hit(chat)
+    assert rig.hit(chat) == 30 * BLOCK
     for number in range(2, 14):
         rig.hit(words(number, 4 * BLOCK + 1))
     assert rig.hit(chat) == 30 * BLOCK
