@@ -226,10 +226,10 @@ evenly (Falcon-H1 without norms alone shares one group among ranks).
 
 These models of text and images are served with the native text part that their config names. Most take images: the vision tower,
 the projector and the image processor are those of transformers, on the engine's device. Needed are the packages
-transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json. As in
-transformers, the processor computes with torchvision if that is installed, in half of the time, else with Pillow and NumPy. Otherwise
-the text part alone is served, and the log says why (`the model takes no images`). So does `--max-batch-image-tokens 0`, which saves
-the memory of the tower. With `--num-shard`, rank 0 alone has the tower, and broadcasts the encoded images. Text parts that transformers
+transformers and Pillow, the extra `transformers`, and the folder's preprocessor_config.json or processor_config.json.
+Otherwise the text part alone is served, and the log says why (`the model takes no images`); so it is with `--max-batch-image-tokens 0`,
+which saves the memory of the tower. As in transformers, the processor computes with torchvision if that is installed, in half of the
+time, else with Pillow and NumPy. With `--num-shard`, rank 0 alone has the tower, and broadcasts the encoded images. Text parts that transformers
 runs take images where these are embeddings and nothing more: `llava`, `llava_next`, `llava_onevision`, `mistral3`, `smolvlm`,
 `idefics3`, `internvl`, and `llama4`, which has no other.
 
