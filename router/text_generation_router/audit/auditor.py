@@ -112,7 +112,7 @@ class Auditor:
                 self._judge(self._replays.pop(record.replica), scores[0])
             elif any(each.request_id == replayed.replay_id for each in record.deliveries.failed):
                 del self._replays[record.replica]
-                self.verdicts[Verdict.FAILED] += 1
+                self.verdicts[Verdict.FAILED if self._is_current(replayed) else Verdict.UNJUDGED] += 1
             self._forget_replays()
             self._look.set()
         self._observer.on_report(record)
@@ -173,7 +173,7 @@ class Auditor:
         served = self.kept.take()
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
         request = served.replay(most)
-        if request.replayed < 1 or scheduler.versions[request.adapter] != served.version:
+        if request.replayed < 1 or not self._is_current(served):
             self.verdicts[Verdict.UNJUDGED] += 1
             return True
         if (number := scheduler.replays.start(request, served.replica)) is None:
@@ -182,6 +182,10 @@ class Auditor:
         self._replays[number] = served
         cluster.wake(number)
         return True
+
+    def _is_current(self, served: Served) -> bool:
+        """Return True if the adapter of a request is the one that it was served with."""
+        return self._scheduler.versions[served.request.adapter] == served.version
 
     def _forget_replays(self) -> None:
         """Forget the replays whose slot is free. Those without a verdict are tried again."""

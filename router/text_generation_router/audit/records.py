@@ -13,6 +13,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from text_generation_common.exit_codes import CannotServe
 from text_generation_common.log import log
+from text_generation_common.one_line import one_line
 from text_generation_proto import convert
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -56,9 +57,12 @@ def read_record(path: Path) -> tuple[pb.NewSequence, Sequence[float]]:
     try:
         record = orjson.loads(path.read_bytes())
         order = ParseDict(record["order"], pb.NewSequence())
-        return order, [nan if each is None else float(each) for each in record["served_logprobs"]]
+        logprobs = [nan if each is None else float(each) for each in record["served_logprobs"]]
+        if not order.logprobs.generated or not 0 < order.generated_tokens == len(logprobs):
+            raise ValueError("its order scores no generated tokens, or others than those of served_logprobs")
+        return order, logprobs
     except (OSError, ValueError, LookupError, TypeError, ParseError) as error:
-        raise CannotServe(f"{path} is no record of an audit: {error}") from error
+        raise CannotServe(f"{path} is no record of an audit: {one_line(error)}") from error
 
 
 async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client: ShardClient) -> Judgement:

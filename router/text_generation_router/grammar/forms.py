@@ -75,7 +75,9 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
                 raise not_valid(f"`schema` of a format of type `{kind}` must be an object")
             return schema_grammar(read_schema(holder))
         case "regex":
-            return regex_grammar(form.get("regex"))
+            if not isinstance(expression := form.get("regex"), str):
+                raise not_valid("`regex` must be a text")
+            return regex_grammar(expression)
         case "ebnf":
             return ebnf_grammar(form.get("ebnf"))
         case "structural_tag":

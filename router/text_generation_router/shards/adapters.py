@@ -135,10 +135,10 @@ class ReplicaAdapters:
                 return
             self._paths.pop(name, None)
             self._unloaded.add(name)
+            self._scheduler.set_adapter(name, ())  # before it leaves the replicas: no replay begins without it
             for code, reason in await self._on_all(name, None):
                 if code is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
                     log.warning("a replica did not unload an adapter", adapter=name, reason=reason)
-            self._scheduler.set_adapter(name, ())
             del self._leaving[name]
         log.info("LoRA adapter unloaded", adapter=name)
 

@@ -99,7 +99,7 @@ REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
     *((guided, body, "grammar is not valid: ")
       for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_grammar": " "})),
     (guided, {"structured_outputs": {"json": {}, "whitespace_pattern": "x"}}, "grammar is not valid: .*pattern` is not supported"),
-    (response_format, {"type": "regex"}, "grammar is not supported"),
+    (response_format, {"type": "regex"}, "grammar is not valid: `regex` must be a text"),
     (response_format, {"type": "ebnf"}, "grammar is not valid: rules must be a text"),
     *((response_format, {"type": kind, **rest}, f"grammar is not valid: `schema` of a format of type `{kind}` must be an object")
       for kind, rest in (("json", {}), ("json", {"schema": "a"}), ("json_schema", {"json_schema": {"name": "x"}}))),
