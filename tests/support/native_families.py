@@ -17,6 +17,22 @@ LATENT = {
 }
 """Sizes of latent attention."""
 
+GPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+"""The shape of models that GPU kernels compute in bfloat16, with heads of 64."""
+
 MODELS = {
     "llama": "Llama 1 to 3, SmolLM2, Vicuna, Yi, TinyLlama",
     "mistral": "Mistral 7B, Nemo, Small 3, Codestral, Devstral, Magistral",

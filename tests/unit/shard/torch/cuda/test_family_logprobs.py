@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_driver import Driver
 from full_grid import full
 from model_families import conditioned
-from native_families import native_configs
+from native_families import GPU_SHAPE, native_configs
 from tiny_transformers import random_model, save
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.06,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-CONFIGS = native_configs(SHAPE, head_dim=64, wide_head_dim=128)
+CONFIGS = native_configs(GPU_SHAPE, head_dim=64, wide_head_dim=128)
 LENGTHS = (3, 40, 130, 300)
 MAX_ERROR = 2e-2
 MAX_GAP = 1e-2
@@ -45,7 +30,7 @@ def test_prompt_logprobs_in_bfloat16(name: str, tmp_path: Path, device: torch.de
     engine = build_engine(config)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=512)))
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(SHAPE["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+    prompts = [torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator) for length in LENGTHS]
     streams = [
         driver.admit(prompt.tolist(), 2, chunk=100, prompt_logprobs=True, prompt_top_n=1, top_n=1) for prompt in prompts
     ]

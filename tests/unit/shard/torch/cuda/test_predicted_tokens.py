@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import eagle_models
 import pytest
@@ -11,7 +10,7 @@ import torch
 from eagle_models import EagleModel
 from engine_driver import Driver
 from full_grid import full
-from native_families import native_configs
+from native_families import GPU_SHAPE, native_configs
 from prediction_layers import PredictionLayer
 from scripted_drafts import Predicted, draft_by
 from transformers import LlamaConfig
@@ -21,21 +20,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.06,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-CONFIGS = native_configs(SHAPE, head_dim=64, wide_head_dim=128)
+CONFIGS = native_configs(GPU_SHAPE, head_dim=64, wide_head_dim=128)
 MAX_GAP = 0.15
 """Mean distance, in standard deviations of the logits, of a predicted token from the most probable one. That of any tokens is 3."""
 
@@ -48,7 +33,7 @@ def test_predicted_tokens_are_probable(
 ) -> None:
     monkeypatch.setattr(eagle_models, "HEAD_DIM", 64)
     is_eagle = family == "EAGLE-3"
-    layer = EagleModel(LlamaConfig(**SHAPE, head_dim=64)) if is_eagle else PredictionLayer(CONFIGS[family])
+    layer = EagleModel(LlamaConfig(**GPU_SHAPE, head_dim=64)) if is_eagle else PredictionLayer(CONFIGS[family])
     folder = str(layer.write(tmp_path))
     engine = build_engine(
         ShardConfig(
@@ -65,7 +50,7 @@ def test_predicted_tokens_are_probable(
     draft_by(engine, drafter := Predicted(3))
     generator = torch.Generator().manual_seed(3)
     for length in (3, 40, 130):
-        driver.admit(torch.randint(SHAPE["vocab_size"], (length,), generator=generator).tolist(), 12, chunk=100)  # type: ignore[arg-type]
+        driver.admit(torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator).tolist(), 12, chunk=100)  # type: ignore[arg-type]
     driver.run()
     engine.close()
     gaps: list[float] = []
