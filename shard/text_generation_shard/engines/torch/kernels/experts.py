@@ -1,6 +1,6 @@
 """The grouped product of a mixture of experts: see layers/expert_linear.py for the formula.
 
-A few tokens are computed pair by pair, see few_experts.py. For others there are two products over the pairs (token, expert),
+A few tokens are computed pair by pair, see few_experts.py, tens of tokens with experts in MXFP4 by panels, see expert_panels.py. For others there are two products over the pairs (token, expert),
 grouped by expert: by ours while few rows have the same expert, by torch's kernel or that of packed weights. The gated activation
 follows the first. A last kernel adds the weighted results of each token in the order of its experts. So the same inputs give the
 same bits, and nothing waits for the host.
@@ -19,9 +19,15 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.activation import gated, launch_activation
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
+from text_generation_shard.engines.torch.kernels.expert_panels import panel_experts
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
 from text_generation_shard.engines.torch.kernels.few_experts import few_experts
-from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation, few_weights
+from text_generation_shard.engines.torch.kernels.operands import (
+    ExpertWeights,
+    GatedActivation,
+    few_weights,
+    panel_weights,
+)
 from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 from text_generation_shard.engines.torch.kernels.rows import is_on_hopper
 
@@ -83,6 +89,8 @@ def experts(
     """
     if product is None and (few := few_weights(gate_up, down, ids.numel())):
         return few_experts(x, ids, weights, gate_up, down, activation, few)
+    if product is None and (panels := panel_weights(gate_up, down, ids.numel())):
+        return panel_experts(x, ids, weights, gate_up, down, activation, panels)
     if product is None:
         product = grouped_mm if _is_faster_by_library(x, gate_up, down, ids.numel()) else grouped_product
     k, num_experts = ids.shape[1], len(gate_up.weight)

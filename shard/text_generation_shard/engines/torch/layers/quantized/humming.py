@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.device.copies import compute_capability
-from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.kernels.packed_weight import ExpertPanels, PackedWeight
 from text_generation_shard.engines.torch.layers.linear import Projection, fused_parameters
 from text_generation_shard.engines.torch.layers.quantized.packed_format import (
     bits_and_group,
@@ -32,7 +32,7 @@ from text_generation_shard.engines.torch.layers.quantized.packed_format import (
 )
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 from text_generation_shard.engines.torch.weights.quantization.format import WeightFormat
-from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format
+from text_generation_shard.engines.torch.weights.quantization.formats.float4 import GptOssMxfp4Format, Mxfp4Format
 from text_generation_shard.engines.torch.weights.quantization.formats.integers import GroupedIntegers, unpacked
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ class HummingExperts:
         self._experts, self._weights = experts, weights
         self._tilings = ""
         self.matvec_weight: PackedWeight | None = None
+        self.panels: ExpertPanels | None = None
         with torch.device(device):
             self._layer = HummingLayer(
                 shape_n=sum(projection.outputs.length for projection in experts[0]),
@@ -246,9 +247,14 @@ class HummingExperts:
         return parameters
 
     def process_weights_after_loading(self) -> None:
-        """Copy the weights for our own kernel of a few rows; reorder them for humming's."""
-        if has_matvec_copy(self._experts[0], self._layer.weight.device):
-            tensors = {name: tensor.flatten(0, 1) for name, tensor in packed_tensors(self._layer).items()}
+        """Copy the weights for our own kernels; reorder them for humming's."""
+        tensors, device = packed_tensors(self._layer), self._layer.weight.device
+        is_mxfp4 = isinstance(self._weights, Mxfp4Format | GptOssMxfp4Format)
+        takes_panels = is_mxfp4 and self._layer.torch_dtype == torch.bfloat16 and compute_capability(device) == HOPPER
+        if takes_panels and has_matvec_copy(self._experts[0], device):
+            self.panels = ExpertPanels.of(tensors["weight"], tensors["weight_scale"])
+        if has_matvec_copy(self._experts[0], device):
+            tensors = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
             stored = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
             self.matvec_weight = matvec_copy(self._weights, *stored)
         self._layer.transform()

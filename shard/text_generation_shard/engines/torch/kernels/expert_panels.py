@@ -1,0 +1,294 @@
+"""The mixture of experts in MXFP4 for tens of tokens, by tensor cores of 8 bits.
+
+A number in bfloat16 has 8 significant bits: it is the sum of two numbers in E4M3, which have 4 each. A code in E2M1 times a power of
+two is a number in E4M3, too, and seven instructions make eight of them. So a product needs no more rounding than one in bfloat16,
+and far fewer instructions: those of a conversion to bfloat16 take longer than reading the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.activation import gated
+from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
+from text_generation_shard.engines.torch.kernels.expert_rows import weighted_sum
+from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
+from text_generation_shard.engines.torch.kernels.packed_weight import ExpertPanels
+from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
+from text_generation_shard.engines.torch.kernels.rows import row_tile
+
+_AT_ONCE = tl.constexpr(128)
+"""Inputs of an iteration: two panels, with one scale for each output."""
+_LOW_SCALE = tl.constexpr(16.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelTiling:
+    """Tiles of a product by panels."""
+
+    block_m: int
+    """Rows: an expert with more rows reads its weight again, for the most part from the L2 cache."""
+    block_n: int = 128
+    num_warps: int = 4
+    stages: int = 4
+    splits: int = 2
+    """Programs that take the blocks of an expert's rows in turns."""
+
+
+_TILINGS = ((4, PanelTiling(8)), (16, PanelTiling(16)))
+_LARGEST = PanelTiling(32)
+"""By the most rows of an average expert: the best on an H200 for gpt-oss-20b."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """Rows as sums of two numbers in E4M3: scale · (high + low / 16), exact for bfloat16 of at least 2^-11 of a row's largest."""
+
+    values: Tensor
+    """float8_e4m3fn [2, rows, inputs], high and low, with zeros up to a multiple of 128 inputs."""
+    scales: Tensor
+    """float32 [rows], powers of two."""
+
+
+def panel_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    activation: GatedActivation,
+    panels: tuple[ExpertPanels, ExpertPanels],
+) -> Tensor:
+    """Return what `experts` does, for x in bfloat16; `panels` are the `panel_weights`."""
+    groups = group_by_expert(ids, panels[0].scales.shape[0])
+    inner = panel_product(split_rows(x), panels[0], groups, each=ids.shape[1])
+    rows = split_rows(inner, gate_up.bias, groups.ends, activation)
+    results = panel_product(rows, panels[1], groups, each=0)
+    return weighted_sum(results, groups.rows, ids, weights, down.bias)
+
+
+def split_rows(
+    x: Tensor, bias: Tensor | None = None, ends: Tensor | None = None, activation: GatedActivation | None = None
+) -> SplitRows:
+    """Split rows [rows, inputs], or with an `activation` that of gates and ups [rows, 2 · inputs] after adding a bias.
+
+    The bias [experts, 2 · inputs] and `ends` are those of `launch_activation`.
+    """
+    inputs = x.shape[1] // (1 if activation is None else 2)
+    padded = triton.cdiv(inputs, _AT_ONCE.value) * _AT_ONCE.value
+    values = torch.empty(2, len(x), padded, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    block, num_warps = row_tile(padded, 8)
+    experts = 0 if bias is None or ends is None else len(ends)
+    is_interleaved = activation is not None and activation.interleaved
+    _split_kernel[(len(x),)](
+        x,
+        bias,
+        ends,
+        values,
+        scales,
+        x.stride(0),
+        1.0 if activation is None else activation.alpha,
+        1.0 if activation is None else activation.limit,
+        INPUTS=inputs,
+        PADDED=padded,
+        KIND="" if activation is None else activation.kind,
+        STEP=2 if is_interleaved else 1,
+        UP=1 if is_interleaved else inputs,
+        EXPERTS=experts,
+        BINS=triton.next_power_of_2(experts),
+        BLOCK=block,
+        num_warps=num_warps,
+        **pdl(x),
+    )
+    return SplitRows(values, scales)
+
+
+def panel_product(
+    rows: SplitRows, weight: ExpertPanels, groups: ExpertGroups, *, each: int, tiling: PanelTiling | None = None
+) -> Tensor:
+    """Return the products with the weights of the experts, bfloat16 [pairs, outputs], as a `GroupedProduct` does."""
+    experts, _, outputs = weight.scales.shape
+    pairs = groups.order.shape[0]
+    if tiling is None:
+        tiling = next((tiling for most, tiling in _TILINGS if pairs <= most * experts), _LARGEST)
+    out = torch.empty(pairs, outputs, dtype=torch.bfloat16, device=rows.values.device)
+    _panel_kernel[(triton.cdiv(outputs, tiling.block_n), experts, tiling.splits)](
+        rows.values,
+        rows.scales,
+        weight.codes,
+        weight.scales,
+        out,
+        groups.order,
+        groups.offsets,
+        rows.values.shape[1],
+        INPUTS=rows.values.shape[2],
+        PANELS=weight.codes.shape[1],
+        OUTPUTS=outputs,
+        EXPERTS_EACH=each,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        STAGES=tiling.stages,
+        num_warps=tiling.num_warps,
+        **pdl(out),
+    )
+    return out
+
+
+@triton.jit
+def _split_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    bias: tl.tensor | None,
+    ends: tl.tensor | None,
+    values: tl.tensor,
+    scales: tl.tensor,
+    x_stride: int,
+    alpha: float,
+    limit: float,
+    INPUTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    STEP: tl.constexpr,
+    UP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    after_previous(USE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < INPUTS
+    at = x + row * x_stride + columns * STEP
+    own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if KIND != "":
+        up = tl.load(at + UP, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            experts = tl.arange(0, BINS)
+            all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
+            expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
+            bias_at = bias + expert * (2 * INPUTS) + columns * STEP
+            own += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias_at + UP, mask=inside, other=0.0).to(tl.float32)
+        # As rounded as the inner values of other kernels, and so as exact below.
+        own = gated(own, up, alpha, limit, KIND).to(tl.bfloat16).to(tl.float32)
+        own = tl.where(inside, own, 0.0)
+    # The largest value becomes at least 128 and less than 256.
+    exponent = (tl.max(tl.abs(own), axis=0).to(tl.int32, bitcast=True) >> 23) - 7
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    tl.store(scales + row, (exponent << 23).to(tl.float32, bitcast=True))
+    own *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    high = _rounded(own)
+    low = (own - high) * _LOW_SCALE
+    tl.store(values + row * PADDED + columns, high.to(tl.float8e4nv), mask=columns < PADDED)
+    tl.store(values + (row + tl.num_programs(0)) * PADDED + columns, low.to(tl.float8e4nv), mask=columns < PADDED)
+
+
+@triton.jit
+def _rounded(values: tl.tensor) -> tl.tensor:
+    """Return the nearest numbers in E4M3, in float32: converted there and back, ptxas of CUDA 12.8 reads another register."""
+    bits = values.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    # Below 2^-6 numbers in E4M3 have a distance of 2^-9, as those in float32 from 2^14 on.
+    small = (values + 24576.0) - 24576.0
+    return tl.where(tl.abs(values) < 0.015625, small, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["offsets"])
+def _panel_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    offsets: tl.tensor,
+    tokens: int,
+    INPUTS: tl.constexpr,
+    PANELS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """Multiply the rows of an expert with some outputs of its weight; the columns of a tile are the high, then the low parts."""
+    after_previous(USE_PDL)
+    expert = tl.program_id(1)
+    end = tl.load(offsets + expert + 1)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(outputs, OUTPUTS - 1)
+    inputs = tl.arange(0, 32)
+    codes_at = codes + expert.to(tl.int64) * (PANELS * OUTPUTS * 32) + (read[:, None] * 32 + inputs[None, :])
+    scales_at = scales + expert.to(tl.int64) * (INPUTS // _AT_ONCE * OUTPUTS) + read
+    column = tl.arange(0, 2 * BLOCK_M)
+    is_low = column >= BLOCK_M
+    begin = tl.load(offsets + expert)
+    for first in range(begin + tl.program_id(2) * BLOCK_M, end, tl.num_programs(2) * BLOCK_M):
+        sources = first + column % BLOCK_M
+        sources = tl.where(sources < end, sources, begin)
+        if EXPERTS_EACH:
+            sources = tl.load(order + sources) // EXPERTS_EACH
+        x_at = x + (sources + tl.where(is_low, tokens, 0)).to(tl.int64)[None, :] * INPUTS + inputs[:, None]
+        sums = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
+        for some in tl.range(0, INPUTS // _AT_ONCE, num_stages=STAGES):
+            scale = tl.load(scales_at + some * OUTPUTS)
+            part = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
+            for half in tl.static_range(2):
+                panel = 2 * some + half
+                if INPUTS != PANELS * 64:  # x is zero there
+                    panel = tl.minimum(panel, PANELS - 1)
+                tile = tl.load(codes_at + panel * (OUTPUTS * 32))
+                shifts = scale >> (8 * half)
+                first_group, second_group = _numbers(tile, shifts & 15, (shifts >> 4) & 15, BLOCK_N)
+                x_tile = x_at + (some * _AT_ONCE + half * 64)
+                part = tl.dot(first_group, tl.load(x_tile), part)
+                part = tl.dot(second_group, tl.load(x_tile + 32), part)
+            sums += part * ((scale >> 16) << 23).to(tl.float32, bitcast=True)[:, None]
+        sums *= (tl.load(x_scales + sources) * tl.where(is_low, 1.0 / _LOW_SCALE, 1.0))[None, :]
+        result = tl.sum(tl.reshape(sums, (BLOCK_N, 2, BLOCK_M)), axis=1)
+        rows = first + tl.arange(0, BLOCK_M)
+        targets = out + rows.to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
+        tl.store(targets, result.to(out.dtype.element_ty), mask=(rows < end)[None, :] & (outputs < OUTPUTS)[:, None])
+
+
+@triton.jit
+def _numbers(
+    tile: tl.tensor, first: tl.tensor, second: tl.tensor, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the numbers of two groups in E4M3, from bytes [outputs, 32] of a panel and the shifts [outputs] of the groups.
+
+    A byte permutation looks up the magnitudes of four codes in a table of eight: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times 2^(shift - 6).
+    """
+    a_low, a_high = first * 0x08080800 + 0x0C080000, first * 0x08080808 + 0x1C181410
+    b_low, b_high = second * 0x08080800 + 0x0C080000, second * 0x08080808 + 0x1C181410
+    a, b = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 m, t;
+        and.b32 m, $2, 0x77777777;
+        prmt.b32 t, $3, $7, m;
+        lop3.b32 $0, $2, 0x80808080, t, 0xea;
+        shr.u32 m, m, 16;
+        prmt.b32 t, $11, $15, m;
+        shl.b32 m, $2, 4;
+        lop3.b32 $1, m, 0x80808080, t, 0xea;
+        }""",
+        "=r,=r" + ",r" * 17,
+        [
+            tile,
+            tl.broadcast_to(a_low[:, None], (BLOCK_N, 32)),
+            tl.broadcast_to(a_high[:, None], (BLOCK_N, 32)),
+            tl.broadcast_to(b_low[:, None], (BLOCK_N, 32)),
+            tl.broadcast_to(b_high[:, None], (BLOCK_N, 32)),
+        ],
+        dtype=(tl.uint8, tl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+    return a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
