@@ -11,6 +11,8 @@ from text_generation_shard.engines.torch.kernels.pdl import after_previous, pdl
 
 _COLUMNS = 1024
 """Columns per program."""
+_FEW_TOKENS, _FEW_COLUMNS = 16, 256
+"""Columns per program of sums for at most so many tokens: with more programs a sum over ten experts takes 1.5 µs less on an H200."""
 
 
 def gathered(x: Tensor, groups: ExpertGroups, each: int) -> Tensor:
@@ -43,7 +45,8 @@ def weighted_sum(  # noqa: PLR0913 – the options of one kernel
     (tokens, each), hidden = ids.shape, results.shape[1]
     if out is None:
         out = results.new_empty(tokens, hidden)
-    _sum_kernel[(tokens, triton.cdiv(hidden, _COLUMNS))](
+    columns = _FEW_COLUMNS if tokens <= _FEW_TOKENS else _COLUMNS
+    _sum_kernel[(tokens, triton.cdiv(hidden, columns))](
         results,
         rows,
         ids,
@@ -55,7 +58,7 @@ def weighted_sum(  # noqa: PLR0913 – the options of one kernel
         HIDDEN=hidden,
         EXPERTS_EACH=each,
         ADD=add,
-        COLUMNS=_COLUMNS,
+        COLUMNS=columns,
         num_warps=4,
         **pdl(results),
     )
