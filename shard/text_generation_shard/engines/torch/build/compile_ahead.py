@@ -91,9 +91,11 @@ class CompileAhead:
         """Wait for the helpers. What they failed to compile is compiled when it is used."""
         if not self._helpers:
             return
-        codes = {helper.pid: helper.wait() for helper in self._helpers}
-        for follower in self._followers:
-            follower.join()
+        codes = {}
+        for helper, follower in zip(self._helpers, self._followers, strict=True):
+            with helper:
+                codes[helper.pid] = helper.wait()
+                follower.join()
         show("")
         finished_work["compiling kernels ahead"] = seconds = time.monotonic() - self._started
         errors = sorted({one_line(self._others.get(pid, "")) for pid, code in codes.items() if code})
@@ -105,9 +107,10 @@ class CompileAhead:
 
     def stop(self) -> None:
         """End the helpers of a start that failed."""
-        for helper in self._helpers:
-            helper.kill()
-            helper.wait()
+        for helper, follower in zip(self._helpers, self._followers, strict=True):
+            with helper:
+                helper.kill()
+                follower.join()
 
 
 def settings_of(config: ShardConfig) -> str:

@@ -50,7 +50,7 @@ def test_predicted_tokens_are_probable(
     draft_by(engine, drafter := Predicted(3))
     generator = torch.Generator().manual_seed(3)
     for length in (3, 40, 130):
-        driver.admit(torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator).tolist(), 12, chunk=100)  # type: ignore[arg-type]
+        driver.admit(torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator).tolist(), 40, chunk=100)  # type: ignore[arg-type]
     driver.run()
     engine.close()
     gaps: list[float] = []
@@ -64,5 +64,5 @@ def test_predicted_tokens_are_probable(
     print(
         f"{sum(gap > 0 for gap in gaps)} of {len(gaps)} predicted tokens differ, mean gap {sum(gaps) / len(gaps):.4f}"
     )
-    assert len(gaps) > 30
+    assert len(gaps) > 10
     assert sum(gaps) / len(gaps) < MAX_GAP
