@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-Everything is checked before the model is loaded. Features that an engine would ignore are refused: trained biases,
-embeddings and whole layers, DoRA.
+All but the values is checked before the model is loaded. Features that an engine would ignore are refused: trained biases, new
+tokens and whole layers, DoRA.
 """
 
 import math
@@ -45,21 +45,23 @@ REFUSED = {
 BASE = "base_model.model."
 """Before the names of modules in an adapter's file."""
 
-_WEIGHT = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_WEIGHT = re.compile(r"(?P<module>.+)\.lora_(embedding_(?P<of_embedding>[AB])|(?P<side>[AB])\.weight)")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 _TOWER = re.compile("vision|visual|audio")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """The change of one module: W + scale · B·A."""
+    """The change of one module: W + scale · B·A; of an embedding, whose inputs are the tokens, Wᵀ + scale · B·A."""
 
-    key: str
-    """Its name in the file, before `.lora_A.weight`."""
+    keys: tuple[str, str]
+    """The names of A and B in the file."""
     rank: int
     outputs: int
     inputs: int
     scale: float
+    base: str | None
+    """The name of the model's own weight in the file, which PEFT writes beside the change of an embedding or an LM head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class LoraAdapter:
     """By the name of the module in the model."""
     has_scales: bool = False
     """True: its modules have a lora_alpha each (alpha_pattern)."""
+    model: Path | None = None
+    """The folder with the weights of the model; None if they are random."""
 
     @property
     def rank(self) -> int:
@@ -154,7 +158,8 @@ def read_adapter(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
     base = settings.optional_text("base_model_name_or_path")
     if base is not None and config.model_id and base != config.model_id:
         log.warning("the LoRA adapter was trained on another model", adapter=source.name, trained_on=base)
-    return LoraAdapter(source.name, folder.absolute(), _changes(folder, model, scales), bool(scales.alphas))
+    weights = None if config.load_format == "dummy" else Path(config.model_path)
+    return LoraAdapter(source.name, folder.absolute(), _changes(folder, model, scales), bool(scales.alphas), weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,38 +198,50 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str, LoraModule]:
-    path = folder / WEIGHTS
+    path, shapes = folder / WEIGHTS, _shapes(folder)
+    matrices = _matrices(path, shapes, model)
+    if not matrices:
+        raise EngineError(f"{path} holds no weights")
+    changes: dict[str, LoraModule] = {}
+    for module, sides in matrices.items():
+        if sides.keys() != {"A", "B"}:
+            raise EngineError(f"{path}: {module} has lora_{min(sides)} only: copy or download the folder again")
+        keys = sides["A"], sides["B"]
+        (rank, inputs), (outputs, inner) = (shapes[key] for key in keys)
+        if rank != inner:
+            raise EngineError(f"{path}: {module} has lora_A of rank {rank} and lora_B of rank {inner}")
+        name, base = module.removeprefix(BASE), f"{module}.base_layer.weight"
+        scale = scales.of_module(name, rank)
+        changes[name] = LoraModule(keys, rank, outputs, inputs, scale, base if base in shapes else None)
+    return changes
+
+
+def _matrices(path: Path, shapes: Mapping[str, Sequence[int]], model: JsonObject) -> Mapping[str, Mapping[str, str]]:
+    """Return the names of A and B of each module in the file. Raises EngineError."""
     hidden = model.count("hidden_size") if "hidden_size" in model else None
     layers = model.count("num_hidden_layers") if "num_hidden_layers" in model else None
-    modules: dict[str, dict[str, Sequence[int]]] = {}
-    for key, shape in _shapes(folder).items():
-        found = _WEIGHT.fullmatch(key)
+    matches = {key: _WEIGHT.fullmatch(key) for key in shapes}
+    bases = {f"{found['module']}.base_layer.weight" for found in matches.values() if found is not None}
+    modules: dict[str, dict[str, str]] = {}
+    for key, found in matches.items():
+        if key in bases:
+            continue
         if found is None:
             raise EngineError(f"{path}: {key} is not a weight of a LoRA adapter that can be served")
+        side = found["side"] or found["of_embedding"]
         module = found["module"].rpartition(".")[2]
-        ranked, width = shape if found["side"] == "A" else shape[::-1]
+        ranked, width = shapes[key] if side == "A" else shapes[key][::-1]
         if ranked > MAX_RANK:
             raise EngineError(f"{path}: the rank of {key} is {ranked}, more than {MAX_RANK}")
         if _TOWER.search(key):
             raise EngineError(f"{path}: {key} is of a tower: adapters change the decoder alone")
-        if hidden and found["side"] == "A" and module in FROM_HIDDEN and width != hidden:
+        if hidden and side == "A" and module in FROM_HIDDEN and width != hidden:
             raise EngineError(f"{path}: {key} is for a model with hidden_size {width}, and this one has {hidden}")
         layer = _LAYER.search(key)
         if layers and layer and int(layer[1]) >= layers:
             raise EngineError(f"{path}: {key} is for a model with more layers than the {layers} of this one")
-        modules.setdefault(found["module"], {})[found["side"]] = shape
-    if not modules:
-        raise EngineError(f"{path} holds no weights")
-    changes: dict[str, LoraModule] = {}
-    for module, sides in modules.items():
-        if sides.keys() != {"A", "B"}:
-            raise EngineError(f"{path}: {module} has lora_{min(sides)} only: copy or download the folder again")
-        (rank, inputs), (outputs, inner) = sides["A"], sides["B"]
-        if rank != inner:
-            raise EngineError(f"{path}: {module} has lora_A of rank {rank} and lora_B of rank {inner}")
-        name = module.removeprefix(BASE)
-        changes[name] = LoraModule(module, rank, outputs, inputs, scales.of_module(name, rank))
-    return changes
+        modules.setdefault(found["module"], {})[side] = key
+    return modules
 
 
 def _shapes(folder: Path) -> Mapping[str, Sequence[int]]:

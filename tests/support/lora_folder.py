@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,15 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Linear, Module, Parameter
+from transformers import PreTrainedModel
 
 NOT_CHANGED = ("gate", "router", "shared_expert_gate", "proj", "kv_b_proj")
 """Modules of experts, and of latent attention, that no adapter changes."""
+
+
+EMBEDDINGS = ("embed_tokens", "embeddings")
+"""Names of embeddings."""
 
 
 def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
@@ -44,12 +50,34 @@ def projections_of(model: Module) -> dict[str, tuple[int, int]]:
     }
 
 
+def vocabulary_of(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], dict[str, Tensor]]:
+    """Return the shapes of the embedding, transposed, and of the LM head of a model, and their weights, by name."""
+    parts = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (next(name for name, each in model.named_modules() if each is part) for part in parts)
+    weights = {name: model.get_submodule(name).weight.detach().clone() for name in (embedding, head)}
+    rows, width = weights[head].shape
+    return {embedding: (width, rows), head: (rows, width)}, weights
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give the LM head a weight of its own, which a change of the embedding leaves as it is."""
+    head = model.get_output_embeddings()
+    head.weight = Parameter(head.weight.detach().clone())
+
+
 def random_adapter(
-    folder: Path, shapes: Mapping[str, tuple[int, int]], seed: int, *, rank: int = 4, **config: object
+    folder: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    seed: int,
+    *,
+    rank: int = 4,
+    bases: Mapping[str, Tensor] = MappingProxyType({}),
+    **config: object,
 ) -> dict[str, Tensor]:
     """Write an adapter of these modules; return the changes of their weights.
 
-    With `alpha_pattern` or `use_rslora` in `config` they are scaled as PEFT scales them. Modules named v_proj have rank 3.
+    With `alpha_pattern` or `use_rslora` in `config` they are scaled as PEFT scales them. Modules named v_proj have rank 3. PEFT
+    writes the weights of embeddings and LM heads, `bases`, beside their changes.
     """
     draw = torch.Generator().manual_seed(seed)
     alpha, patterns = 2.0 * rank, config.get("alpha_pattern", {})
@@ -59,12 +87,16 @@ def random_adapter(
     for name, (outputs, inputs) in shapes.items():
         last = name.rpartition(".")[2]
         own = 3 if last == "v_proj" else rank
-        a = torch.randn(own, inputs, generator=draw) * inputs**-0.5
+        is_embedding = last in EMBEDDINGS
+        a = torch.randn(own, inputs, generator=draw) * (1.0 if is_embedding else inputs**-0.5)
         b = torch.randn(outputs, own, generator=draw) * 0.1
         scale = patterns.get(last, alpha) / (own**0.5 if config.get("use_rslora") else own)
-        weights[f"base_model.model.{name}.lora_A.weight"] = a
-        weights[f"base_model.model.{name}.lora_B.weight"] = b
-        changes[name] = scale * (b @ a)
+        for side, matrix in (("A", a), ("B", b)):
+            key = f"lora_embedding_{side}" if is_embedding else f"lora_{side}.weight"
+            weights[f"base_model.model.{name}.{key}"] = matrix
+        changes[name] = scale * ((b @ a).t() if is_embedding else b @ a)
+        if name in bases:
+            weights[f"base_model.model.{name}.base_layer.weight"] = bases[name]
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": "all-linear", **config}
     (folder / "adapter_config.json").write_text(json.dumps(settings))

@@ -57,7 +57,10 @@ class MaskedRows:
     def __init__(self, indices: Tensor, count: int) -> None:
         self._masks = [(indices == adapter + 1).unsqueeze(1) for adapter in range(count)]
 
-    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
+    def look_up(self, ids: Tensor, stack: AdapterStack) -> Tensor:
+        return torch.stack([mask * down[:, ids].t() for mask, down in zip(self._masks, stack.down, strict=True)]).sum(0)
+
+    def begin(self, x: Tensor, stack: AdapterStack, *, beside: bool = True) -> Tensor:
         products = [mask * (x @ down.to(x.dtype).t()) for mask, down in zip(self._masks, stack.down, strict=True)]
         return torch.stack(products).sum(0)
 

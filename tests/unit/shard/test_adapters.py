@@ -112,6 +112,8 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
         ("hidden_size 128, and this one has 64", {}, {f"{LAYER}A.weight": (8, 128), f"{LAYER}B.weight": (64, 8)}),
         ("more layers than the 2", {}, {key.replace("layers.1", "layers.2"): shape for key, shape in WEIGHTS.items()}),
         ("not a weight of a LoRA adapter", {}, WEIGHTS | {"base_model.model.lm_head.weight": (9, 64)}),
+        ("not a weight of a LoRA adapter", {}, WEIGHTS | {"base_model.model.lm_head.base_layer.weight": (9, 64)}),
+        ("trained tokens", {"trainable_token_indices": [7]}, WEIGHTS),
         ("is of a tower", {}, {key.replace("model.layers", "visual.layers"): shape for key, shape in WEIGHTS.items()}),
         ("is not a matrix", {}, {f"{LAYER}A.weight": (8,)}),
     ],

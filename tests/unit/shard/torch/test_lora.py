@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_driver import Driver, Stream
 from full_grid import full
-from lora_folder import merged, projections_of, random_adapter
+from lora_folder import merged, projections_of, random_adapter, untie, vocabulary_of
 from native_families import native_configs
 from reference_kernels import reference_engine
 from tiny_transformers import SHAPE as TINY_SHAPE
@@ -40,11 +40,11 @@ CONFIGS = {
     if not name.startswith("falcon_h1")  # refused: its projections have factors
 }
 QUICK = ("phi3", "qwen3_next", "gemma3, text part")
-"""Fused projections; reordered ones, a state and a shared expert; norms after layers, and other names."""
+"""Fused projections; reordered ones, a state and a shared expert; norms after layers, scaled embeddings, and other names."""
 SETTINGS: list[dict[str, object]] = [
     {},
     {"use_rslora": True},
-    {"alpha_pattern": {"o_proj": 3.0, "qkv_proj": 1.0}},
+    {"alpha_pattern": {"o_proj": 3.0, "qkv_proj": 1.0, "lm_head": 9.0}},
     {"rank": 17},
     {"rank": 1},
     {},
@@ -52,6 +52,8 @@ SETTINGS: list[dict[str, object]] = [
     {},
 ]
 """The settings of each adapter."""
+VOCABULARY = {1: slice(2), 2: slice(1, 2), 3: slice(2), 5: slice(1)}
+"""The adapters that change the embedding, the first, or the LM head, the second. PEFT writes the weights of the first one."""
 NAMES = ["", *(f"a{number}" for number in range(len(SETTINGS)))]
 PROMPTS = [tuple((31 * i + 7 * length) % 331 for i in range(length)) for length in (33, 1, 16, 31, 50, 90, 5, 17, 40)]
 
@@ -77,10 +79,12 @@ class Served:
 @pytest.fixture(scope="module", params=[name if name in QUICK else full(name) for name in CONFIGS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder, model = tmp_path_factory.mktemp("checkpoint"), random_model(CONFIGS[request.param])
-    changes = [
-        random_adapter(folder / name, projections_of(model), seed, **settings)  # type: ignore[arg-type]
-        for seed, (name, settings) in enumerate(zip(NAMES[1:], SETTINGS, strict=True))
-    ]
+    saved, changes, (vocabulary, bases) = save(model, folder), [], vocabulary_of(model)
+    for seed, (name, settings) in enumerate(zip(NAMES[1:], SETTINGS, strict=True)):
+        shapes = projections_of(model) | dict([*vocabulary.items()][VOCABULARY.get(seed, slice(0))])
+        own = bases if seed == 1 else {}
+        changes.append(random_adapter(folder / name, shapes, seed, bases=own, **settings))  # type: ignore[arg-type]
+    untie(model)
     expected = []
     with torch.inference_mode(False), torch.no_grad():
         for prompt, change in zip(PROMPTS, [{}, *changes], strict=True):
@@ -97,7 +101,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             targets = torch.tensor(prompt[1:], dtype=torch.int64).unsqueeze(1)
             expected.append(Expected(out[0, len(prompt) :].tolist(), logprobs[:-1].gather(1, targets).squeeze(1)))
     adapters = ",".join(f"{name}={folder / name}" for name in NAMES[1:])
-    config = ShardConfig(model_path=save(model, folder), device="cpu", max_batch_size=12, lora_adapters=adapters)
+    config = ShardConfig(model_path=saved, device="cpu", max_batch_size=12, lora_adapters=adapters)
     return Served(config, build_engine(config), expected)
 
 
@@ -159,14 +163,15 @@ def load(engine: Engine, config: ShardConfig, name: str) -> Iterator[None]:
 
 
 def test_adapters_that_come_while_others_run_take_turns_on_the_device(served: Served) -> None:
-    """Twelve adapters would fit host memory, and two the device."""
-    settings = {"lora_adapters": "", "lora_modules_dir": served.config.model_path, "max_loras": 2, "max_cpu_loras": 12}
+    """Twelve adapters would fit host memory, and two the device. One of the start makes room for the embedding and the LM head."""
+    settings = {"lora_modules_dir": served.config.model_path, "max_loras": 2, "max_cpu_loras": 12}
+    settings["lora_adapters"] = f"a1={module_folder(served.config.model_copy(update=settings), 'a1')}"
     config = served.config.model_copy(update=settings | {"max_lora_rank": 17})
     for engine in (build_engine(config), reference_engine(config)):
         driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
         streams: list[Stream] = []
         for first in range(0, len(NAMES), 2):
-            for name in filter(None, NAMES[first : first + 2]):
+            for name in filter(lambda name: name not in ("", "a1"), NAMES[first : first + 2]):
                 loading = load(engine, config, name)
                 assert name not in engine.info.adapters
                 for _ in loading:
@@ -203,8 +208,12 @@ SHAPES = {f"{LAYER}self_attn.q_proj": (48, 48), f"{LAYER}mlp.down_proj": (48, 80
 @pytest.mark.parametrize(
     ("shapes", "settings", "refusal"),
     [
-        ({"lm_head": (331, 48)}, {}, "changes lm_head, and adapters of this model may change down_proj, gate_proj, "),
-        ({f"{LAYER}mlp.experts.1.up_proj": (80, 48)}, {}, r"changes model.layers.0.mlp.experts.1.up_proj, and"),
+        ({"lm_head": (339, 48)}, {}, "changes a lm_head of 339 × 48 values, and that of this model has 331 × 48"),
+        (
+            {f"{LAYER}mlp.experts.1.up_proj": (80, 48)},
+            {},
+            r"changes model.layers.0.mlp.experts.1.up_proj, and adapters of this model may change down_proj, embed_tokens, ",
+        ),
         ({f"{LAYER}self_attn.q_proj": (64, 48)}, {}, "q_proj of 64 × 48 values, and that of this model has 48 × 48"),
         (SHAPES, {"rank": 257}, "has rank 257, and the torch engine serves ranks up to 256"),
         (SHAPES, {"model_impl": "transformers"}, "only the native decoder serves LoRA adapters; --model-impl transf"),
@@ -229,7 +238,10 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) 
     engine = build_engine(config)
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
     before = driver.alone(PROMPTS[0])
-    for name, problem in (("large", "has rank 17, and --max-lora-rank is 16"), ("other", "changes lm_head, and")):
+    for name, problem in (
+        ("large", "has rank 17, and --max-lora-rank is 16"),
+        ("other", "changes lm_head, for which there is room if an"),
+    ):
         with pytest.raises(EngineError, match=problem):
             list(load(engine, config, name))
         assert name not in engine.info.adapters
@@ -246,6 +258,25 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) 
     engine.close()
 
 
+def test_a_weight_beside_its_change_must_be_that_of_the_model(tmp_path: Path) -> None:
+    """PEFT writes it. The LM head of this model is its embedding."""
+    model = random_model(CONFIGS["llama, tied"])
+    folder, (shapes, weights) = save(model, tmp_path / "model"), vocabulary_of(model)
+    trained = {"lm_head": weights["lm_head"].index_fill(0, torch.tensor(5), 1.0)}
+    larger = {name: torch.cat([weight, weight[:1]]) for name, weight in weights.items()}
+    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
+    for name, bases in (("same", weights), ("rounded", rounded), ("trained", weights | trained), ("larger", larger)):
+        random_adapter(tmp_path / name, shapes, 0, bases=bases)
+    for names, problem in (("same rounded", ""), ("trained", "lm_head"), ("larger", "")):
+        adapters = ",".join(f"{name}={tmp_path / name}" for name in names.split())
+        config = ShardConfig(model_path=folder, device="cpu", lora_adapters=adapters)
+        if names == "same rounded":
+            build_engine(config).close()
+            continue
+        with pytest.raises(EngineError, match=rf"{problem}\.base_layer\.weight is not the model's: only its change is"):
+            build_engine(config)
+
+
 def test_the_check_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     folder = save(random_model(CONFIGS["llama"]), tmp_path / "model")
     random_adapter(tmp_path / "sql", SHAPES, 0)
@@ -254,6 +285,9 @@ def test_the_check_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     weights = with_adapters["memory"]["weights"] - describe(ShardCheckConfig(**settings))["memory"]["weights"]  # type: ignore[arg-type]
     # Rank 16: queries, keys and values of 48, 16 and 16 outputs, and the last projection of the MLP.
     assert weights == 2 * 4 * 16 * (3 * 48 + 80 + 80 + 48)
+    random_adapter(tmp_path / "head", SHAPES | {"lm_head": (331, 48)}, 0)
+    of_head = describe(ShardCheckConfig(**settings, lora_adapters=f"a={tmp_path / 'head'},b={tmp_path / 'sql'}"))  # type: ignore[arg-type]
+    assert of_head["memory"]["weights"] - with_adapters["memory"]["weights"] == 2 * 4 * 16 * (331 + 48)
 
 
 def test_kernels_are_compiled_ahead_with_a_model_that_the_adapters_do_not_fit(tmp_path: Path) -> None:

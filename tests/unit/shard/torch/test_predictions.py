@@ -14,7 +14,7 @@ import torch
 from eagle_models import EagleModel
 from engine_driver import Driver
 from full_grid import full
-from lora_folder import projections_of, random_adapter
+from lora_folder import projections_of, random_adapter, vocabulary_of
 from native_families import native_configs
 from prediction_layers import PredictionLayer
 from reference_kernels import reference_engine
@@ -166,7 +166,7 @@ def test_drafts_are_those_of_the_layer(
 def test_adapters_do_not_keep_the_layer_from_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = PredictionLayer(CONFIGS["qwen2"])
     folder = layer.write(tmp_path)
-    random_adapter(folder / "adapter", projections_of(layer.model), 0)
+    random_adapter(folder / "adapter", projections_of(layer.model) | vocabulary_of(layer.model)[0], 0)
     settings = {"dtype": "float32", "max_batch_size": 16, "speculate": "3", "lora_adapters": f"a={folder / 'adapter'}"}
     engine = reference_engine(ShardConfig(model_path=str(folder), device="cpu", **settings))  # type: ignore[arg-type]
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))

@@ -110,8 +110,7 @@ class CpuStep(PlainStep):
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         rows = functional.embedding(self._batch.token_ids, table)
-        rows = rows if scale == 1.0 else rows.mul_(scale)
-        return rows if self.images is None else self.images.embed(rows)
+        return rows if scale == 1.0 else rows.mul_(scale)
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         return self._plan.attend(layer, queries, rules)

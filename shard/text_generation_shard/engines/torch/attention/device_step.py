@@ -97,7 +97,7 @@ class DeviceStep(Step):
         if out is None:
             out = torch.empty(self.num_tokens, table.shape[1], dtype=torch.float32, device=table.device)
         self._context.kernels.embed(self._ids, self.slots, self._context.last_tokens, table, out, scale)
-        return out if self.images is None else self.images.embed(out)
+        return out
 
     def rotate_and_append(
         self,

@@ -102,7 +102,7 @@ class Step(Protocol):
         """The tokens by sequence, for layers with a state."""
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-        """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`."""
+        """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`; those of images are to be put there."""
 
     def with_states(self, mix: StateMix, projected: Tensor, out: Tensor | None = None) -> Tensor:
         """Return mix(rows, projected, out) for the sequences of the step."""

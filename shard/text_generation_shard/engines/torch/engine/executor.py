@@ -166,7 +166,7 @@ class Executor:
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
         self._broadcast(WorkerCommand.LOGITS, ROW_RANGE.pack(first, end))
-        return self._runner.logits(hidden[first:end])
+        return self._runner.logits(hidden, first, end)
 
     def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
         """Store the sampled tokens of the rows that sample, as inputs of the next steps; any of those of a row with drafts."""

@@ -51,10 +51,10 @@ class Model(Protocol):
         Between its attentions it depends on data on the device alone. None: it does not.
         """
 
-    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, memory: Tensor | None = None, adapters: Tensor | None = None) -> Tensor:
         """Return logits [rows, vocabulary] for some rows of hidden states; the same on every rank.
 
-        Written to the first rows of `memory` if given: see `logits_memory`.
+        Written to the first rows of `memory` if given: see `logits_memory`. `adapters` are those of the rows, as `Step.adapters`.
         """
 
     def logits_memory(self, rows: int) -> Tensor:
@@ -73,6 +73,8 @@ class ForwardOutput:
     """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs."""
     carried: Tensor | None = None
     """[tokens, predicts]: what `Model.predict` reads; None: `normed`."""
+    adapters: Tensor | None = None
+    """As `Step.adapters`, for the rows of `normed`."""
 
 
 class Runner(ABC):
@@ -115,6 +117,8 @@ class Runner(ABC):
         self._slot_shifts = shifts if shifts_positions else None
         """None if all rotary positions are positions."""
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
+        self._adapters: Tensor | None = None
+        """The LoRA adapters of the tokens of the last step."""
         self._carried = self._drafted = torch.empty(0)
         """The rows of the last step or prediction that `predict` reads, and the tokens of the latter."""
 
@@ -168,6 +172,7 @@ class Runner(ABC):
         self._carried = torch.empty(0)  # the memory is free for the step
         with self._translate_peer_loss:
             output = self._start(plan, images)
+        self._adapters = output.adapters
         if self.predicts:
             self._carried = output.normed if output.carried is None else output.carried
         return output
@@ -222,7 +227,8 @@ class Runner(ABC):
                 if tensor is not None:
                     self._group.broadcast(tensor)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Return logits [rows, vocabulary] for some hidden states of the last step."""
+    def logits(self, normed: Tensor, first: int, end: int) -> Tensor:
+        """Return logits [end - first, vocabulary] for rows first <= row < end of `normed`, the hidden states of the last step."""
         with self._translate_peer_loss:
-            return self._model.logits(normed)
+            adapters = None if self._adapters is None else self._adapters[first:end]
+            return self._model.logits(normed[first:end], adapters=adapters)

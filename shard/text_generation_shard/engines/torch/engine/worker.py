@@ -103,7 +103,7 @@ class TPWorker:
                 self._runner.receive_sampled_tokens()
             case WorkerCommand.LOGITS:
                 first, end = ROW_RANGE.unpack(payload)
-                self._runner.logits(self._hidden[first:end])
+                self._runner.logits(self._hidden, first, end)
             case WorkerCommand.ADAPTER if self._adapters is not None:
                 return self._adapters.change(*json.loads(bytes(payload)))
             case _:

@@ -52,23 +52,28 @@ class GroupedRows:
         self._block_rows = FEW_BLOCK_ROWS if self._few else BLOCK_ROWS
         few = min(triton.cdiv(len(indices), ROWS_OF_A_PROGRAM), FEW_PROGRAMS)
         self._programs = count, few if self._few else PROGRAMS
-        self._groups = group_by_expert(indices.unsqueeze(1), count + 1)
+        self._indices, self._groups = indices, group_by_expert(indices.unsqueeze(1), count + 1)
         self._shrunk: Tensor | None = None
         """Kept until the second stream has read it."""
 
-    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
+    def begin(self, x: Tensor, stack: AdapterStack, *, beside: bool = True) -> Tensor:
         # All memory is of the stream of the base product, which waits for the second one before it frees any.
         shrunk = self._empty_shrunk(x, stack)
-        if not (self._few and x.is_cuda):
+        if not (beside and self._few and x.is_cuda):
             self._shrink(x, stack, shrunk)
             return shrunk
-        change, beside = x.new_empty(len(x), stack.up.shape[1]), _second_stream(x.device)
-        beside.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(beside):
+        change, second = x.new_empty(len(x), stack.up.shape[1]), _second_stream(x.device)
+        second.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(second):
             self._shrink(x, stack, shrunk)
             self._expand(shrunk, stack, change, adds=False)
         self._shrunk = shrunk
         return change
+
+    def look_up(self, ids: Tensor, stack: AdapterStack) -> Tensor:
+        order = self._groups.order
+        places = self._indices.index_select(0, order).sub_(1).clamp_(min=0)  # no row without an adapter is read
+        return stack.down[places.long(), :, ids.index_select(0, order)].float().unsqueeze(0)
 
     def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
         if self._shrunk is None:

@@ -100,7 +100,7 @@ class AdapterStack:
 
     def __init__(self, down: Tensor, up: Tensor, parts: Sequence[int]) -> None:
         self.down = down
-        """[adapters, projections · rank, inputs]: A of each projection."""
+        """[adapters, projections · rank, inputs]: A of each projection. The inputs of an embedding are the tokens."""
         self.up = up
         """[adapters, outputs, rank]: scale · B. The rank is padded: a power of two from 16 on."""
         self.segments: list[tuple[int, int, int]] = []

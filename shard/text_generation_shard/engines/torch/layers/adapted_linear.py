@@ -1,7 +1,7 @@
 """Linear layers that add, for each token, the product of its LoRA adapter (Hu et al. 2021, arXiv 2106.09685).
 
 y = x·Wᵀ + b + scale · (x·Aᵀ)·Bᵀ. The matrices of all adapters are stacked, so that one pair of products serves all tokens of a
-step. The base product may be one with quantized weights.
+step. The base product may be one with quantized weights. In an embedding the columns of A at the tokens take the place of x·Aᵀ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,15 @@ MIN_RANK = 16
 class AdapterRows(Protocol):
     """The tokens of a step by adapter."""
 
-    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
-        """Begin the product of `x` [tokens, inputs] with each token's adapter; return what `end` expects, before the next `begin`."""
+    def begin(self, x: Tensor, stack: AdapterStack, *, beside: bool = True) -> Tensor:
+        """Begin the product of `x` [tokens, inputs] with each token's adapter; return what `end` expects, before the next `begin`.
+
+        `beside`: it may be computed beside what comes before `end`, in memory of its own with the dtype of `x`.
+        """
+        ...
+
+    def look_up(self, ids: Tensor, stack: AdapterStack) -> Tensor:
+        """Return what `end` expects for an embedding: the column of A of each of `ids`, int64 [tokens]."""
         ...
 
     def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
@@ -39,9 +46,10 @@ class StepAdapters:
         self.rows: AdapterRows | None = None
         """None: no token has an adapter."""
 
-    def begin(self, indices: Tensor | None, rows_of: Callable[[Tensor, int], AdapterRows]) -> None:
+    def begin(self, indices: Tensor | None, rows_of: Callable[[Tensor, int], AdapterRows]) -> AdapterRows | None:
         """Begin a step whose tokens have these adapters: [tokens], 0 for none; None if no token has one."""
         self.rows = None if indices is None else rows_of(indices, self.count)
+        return self.rows
 
 
 class AdapterStore(Protocol):
@@ -60,8 +68,66 @@ class AdapterStore(Protocol):
         ...
 
 
-class AdaptedLinear:
-    """Implements `Linear`. Load `base`, then `place` adapters that `packed` has prepared."""
+class AdapterPlaces:
+    """The places for adapters of projections with one input, on the device: `place` there what `packed` has prepared."""
+
+    def __init__(
+        self, projections: Sequence[Projection], rank: int, count: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.projections = tuple(projections)
+        self.count, self.device = count, device
+        self._rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
+        outputs, inputs = [part.outputs.length for part in projections], projections[0].inputs.length
+        self._parts = torch.arange(len(projections)).repeat_interleave(torch.tensor(outputs))
+        self._order = torch.arange(sum(outputs))
+        down = torch.zeros(count, len(projections) * self._rank, inputs, device=device, dtype=dtype)
+        up = torch.zeros(count, sum(outputs), self._rank, device=device, dtype=dtype)
+        self._stack = AdapterStack(down, up, self._parts.tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all places."""
+        return self._stack.down.nbytes + self._stack.up.nbytes
+
+    def packed(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the matrices of an adapter as the stack has them, in host memory, from A and scale · B by module.
+
+        Those of a module without a change are zero.
+        """
+        pinned = self._stack.down.is_cuda
+        down, up = (
+            torch.zeros(each.shape[1:], dtype=each.dtype, pin_memory=pinned)
+            for each in (self._stack.down, self._stack.up)
+        )
+        first = 0
+        for part, each in enumerate(self.projections):
+            if each.name in changes:
+                (a, b), start = changes[each.name], each.outputs.start
+                rank, columns = len(a), slice(each.inputs.start, each.inputs.start + each.inputs.length)
+                down[part * self._rank : part * self._rank + rank] = a[:, columns].to(down)
+                # The last ranks have rows of the LM head that do not exist.
+                own = b[start : start + each.outputs.length]
+                up[first : first + len(own), :rank] = own.to(up)
+            first += each.outputs.length
+        up.copy_(up[self._order])
+        return down, up
+
+    def place(self, place: int, down: Tensor, up: Tensor) -> None:
+        """Copy the matrices of an adapter to a place on the device, after the steps that were launched."""
+        self._stack.down[place].copy_(down, non_blocking=True)
+        self._stack.up[place].copy_(up, non_blocking=True)
+
+    def add_product(self, rows: AdapterRows, x: Tensor, y: Tensor) -> None:
+        """Add the products of `x` [tokens, inputs] to `y` [tokens, outputs]."""
+        rows.end(rows.begin(x, self._stack, beside=False), self._stack, y)
+
+    def add_embedded(self, rows: AdapterRows, ids: Tensor, y: Tensor, scale: float) -> None:
+        """Add the changes of the embeddings of `ids`, int64 [tokens], times `scale`, to `y` [tokens, outputs]."""
+        rows.end(rows.look_up(ids, self._stack).mul_(scale), self._stack, y)
+
+
+class AdaptedLinear(AdapterPlaces):
+    """Implements `Linear`. Load `base`, then `place` adapters."""
 
     def __init__(
         self,
@@ -72,20 +138,8 @@ class AdaptedLinear:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.base, self.projections = base, tuple(projections)
-        self._step, self.device = step, device
-        self._rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
-        outputs, inputs = [part.outputs.length for part in projections], projections[0].inputs.length
-        self._parts = torch.arange(len(projections)).repeat_interleave(torch.tensor(outputs))
-        self._order = torch.arange(sum(outputs))
-        down = torch.zeros(step.count, len(projections) * self._rank, inputs, device=device, dtype=dtype)
-        up = torch.zeros(step.count, sum(outputs), self._rank, device=device, dtype=dtype)
-        self._stack = AdapterStack(down, up, self._parts.tolist())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all places."""
-        return self._stack.down.nbytes + self._stack.up.nbytes
+        super().__init__(projections, rank, step.count, device, dtype)
+        self.base, self._step = base, step
 
     @property
     def bias(self) -> Tensor | None:
@@ -127,33 +181,6 @@ class AdaptedLinear:
     def pack(self) -> None:
         self.base.pack()
 
-    def packed(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the matrices of an adapter as the stack has them, in host memory, from A and scale · B by module.
-
-        Those of a module without a change are zero.
-        """
-        pinned = self._stack.down.is_cuda
-        down, up = (
-            torch.zeros(each.shape[1:], dtype=each.dtype, pin_memory=pinned)
-            for each in (self._stack.down, self._stack.up)
-        )
-        first = 0
-        for part, each in enumerate(self.projections):
-            end, start = first + each.outputs.length, each.outputs.start
-            if each.name in changes:
-                a, b = changes[each.name]
-                rank, columns = len(a), slice(each.inputs.start, each.inputs.start + each.inputs.length)
-                down[part * self._rank : part * self._rank + rank] = a[:, columns].to(down)
-                up[first:end, :rank] = b[start : start + each.outputs.length].to(up)
-            first = end
-        up.copy_(up[self._order])
-        return down, up
-
-    def place(self, place: int, down: Tensor, up: Tensor) -> None:
-        """Copy the matrices of an adapter to a place on the device, after the steps that were launched."""
-        self._stack.down[place].copy_(down, non_blocking=True)
-        self._stack.up[place].copy_(up, non_blocking=True)
-
 
 class LoopedRows:
     """Implements `AdapterRows` in plain torch, adapter by adapter. `indices` [tokens] are 0 for tokens without one."""
@@ -166,11 +193,17 @@ class LoopedRows:
             if index
         ]
 
-    def begin(self, x: Tensor, stack: AdapterStack) -> Tensor:
+    def begin(self, x: Tensor, stack: AdapterStack, *, beside: bool = True) -> Tensor:
         values = x.to(stack.down.dtype)
         shrunk = values.new_empty(len(x), stack.down.shape[1])
         for adapter, rows in self._rows:
             shrunk[rows] = values[rows] @ stack.down[adapter].t()
+        return shrunk
+
+    def look_up(self, ids: Tensor, stack: AdapterStack) -> Tensor:
+        shrunk = stack.down.new_empty(len(ids), stack.rank)
+        for adapter, rows in self._rows:
+            shrunk[rows] = stack.down[adapter][:, ids[rows]].t()
         return shrunk
 
     def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:

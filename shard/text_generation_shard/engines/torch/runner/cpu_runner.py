@@ -50,10 +50,12 @@ class CpuRunner(Runner):
         step, batch = self._step(plan, images)
         hidden = batch.in_plan_order(self._model.forward(step))
         carried = None if step.carried is None else batch.in_plan_order(step.carried)
+        adapters = None if step.adapters is None else batch.in_plan_order(step.adapters)
         if not plan.num_sampling:
-            return ForwardOutput(hidden, None, None, carried)
-        sampling = hidden[torch.from_numpy(plan.column("sampling")).long()] if plan.sizes.chunks else hidden
-        return ForwardOutput(hidden, self._model.logits(sampling), None, carried)
+            return ForwardOutput(hidden, None, None, carried, adapters)
+        rows = torch.from_numpy(plan.column("sampling")).long() if plan.sizes.chunks else slice(None)
+        logits = self._model.logits(hidden[rows], adapters=None if adapters is None else adapters[rows])
+        return ForwardOutput(hidden, logits, None, carried, adapters)
 
     def _predict(
         self, plan: StepPlan, ids: Tensor | None, hidden: Tensor, rows: Sequence[int], images: StepImages | None

@@ -160,21 +160,22 @@ class DeviceRunner(Runner):
         step = self._step(plan, numbers, images)
         normed = self._normed(step, has_chunks=bool(plan.sizes.chunks))
         if not plan.num_sampling:
-            return ForwardOutput(normed, None, None, step.carried)
-        sampled_from, slots = normed, step.slots
+            return ForwardOutput(normed, None, None, step.carried, step.adapters)
+        sampled_from, slots, adapters = normed, step.slots, step.adapters
         if plan.sizes.chunks:
             start, end = plan.bounds[COLUMNS.index("sampling")]
             sampling = numbers[start:end]
             sampled_from, slots = normed.index_select(0, sampling), slots.index_select(0, sampling)
-        logits = self._model.logits(sampled_from, logits)
+            adapters = None if adapters is None else adapters.index_select(0, sampling)
+        logits = self._model.logits(sampled_from, logits, adapters)
         if not plan.greedy:
-            return ForwardOutput(normed, logits, None, step.carried)
+            return ForwardOutput(normed, logits, None, step.carried, step.adapters)
         # Aligned like the columns of a plan.
         width = -(-plan.num_sampling // ALIGNMENT) * ALIGNMENT
         sampled = torch.empty(2 * width, dtype=torch.int32, device=self.device)
         token_ids, bits = sampled.view(2, width)[:, : plan.num_sampling]
         self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
-        return ForwardOutput(normed, logits, sampled, step.carried)
+        return ForwardOutput(normed, logits, sampled, step.carried, step.adapters)
 
     def _run_prediction(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput:
         """Compute `Model.predict` from the buffer of hidden states, and the most probable next tokens."""

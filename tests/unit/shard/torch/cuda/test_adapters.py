@@ -35,6 +35,32 @@ def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int
     rows, looped = GroupedRows(indices.to(device), ADAPTERS), LoopedRows(indices.to(device), ADAPTERS)
     looped.end(looped.begin(x.float(), exact), exact, expected)
     rows.end(rows.begin(x, stack), stack, found)
+    check(found, expected, y, indices)
+
+
+@pytest.mark.parametrize("tokens", [9, SAME], ids=str)
+def test_embeddings_and_logits(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    draw, vocabulary, hidden, rank = torch.Generator().manual_seed(tokens), 150, 40, 16
+    embedding = [torch.randn(ADAPTERS, *shape, generator=draw) for shape in ((rank, vocabulary), (hidden, rank))]
+    head = [torch.randn(ADAPTERS, *shape, generator=draw) for shape in ((rank, hidden), (vocabulary, rank))]
+    ids = torch.randint(0, vocabulary, (tokens,), generator=draw).to(device)
+    x = torch.randn(tokens, hidden, generator=draw).to(device, dtype)
+    indices = torch.randint(0, ADAPTERS + 1, (tokens,), generator=draw, dtype=torch.int32)
+    indices[:3] = torch.tensor([2, 0, 1])
+    rows, looped = (kind(indices.to(device), ADAPTERS) for kind in (GroupedRows, LoopedRows))
+    for (down, up), width in ((embedding, hidden), (head, vocabulary)):
+        y = torch.randn(tokens, width, generator=draw)
+        stack = AdapterStack(down.to(device, dtype), up.to(device, dtype), [0] * width)
+        exact = AdapterStack(stack.down.float(), stack.up.float(), [0] * width)
+        found, expected = y.to(device, copy=True), y.to(device, copy=True)
+        for each, own, total in ((rows, stack, found), (looped, exact, expected)):
+            begun = each.look_up(ids, own) if width == hidden else each.begin(x.to(own.down), own, beside=False)
+            each.end(begun, own, total)
+        check(found, expected, y, indices)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, y: torch.Tensor, indices: torch.Tensor) -> None:
+    """Check the sums of `y` and the changes of tokens with these adapters."""
     without = indices == 0
     assert torch.equal(found.cpu()[without], y[without])
     change = expected.cpu() - y

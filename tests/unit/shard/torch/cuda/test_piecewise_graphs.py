@@ -249,8 +249,11 @@ def with_latent_rows(folder: Path, device: torch.device) -> tuple[Model, CacheSh
 
 
 def with_adapters(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
-    """Do the same with two LoRA adapters."""
+    """Do the same with two LoRA adapters, which change the embedding and the LM head too."""
     shapes = {
+        "model.embed_tokens": (CONFIG["hidden_size"], CONFIG["vocab_size"]),
+        "lm_head": (CONFIG["vocab_size"], CONFIG["hidden_size"]),
+    } | {
         name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
         for name, tensor in random_tensors(CHANGES).items()
         if "_proj" in name

@@ -14,7 +14,7 @@ import pytest
 from eagle_models import EagleModel
 from engine_driver import Driver, Stream
 from full_grid import full
-from lora_folder import projections_of, random_adapter
+from lora_folder import projections_of, random_adapter, vocabulary_of
 from model_families import FAMILIES, tiny_config, write_model
 from model_families import random_model as random_library_model
 from native_families import native_configs
@@ -132,7 +132,7 @@ def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> 
     model, folder = random_model(configs[family]), tmp_path / "checkpoint"
     save(model, folder)
     for seed in range(0 if "falcon" in family else 2):
-        random_adapter(folder / f"adapter-{seed}", projections_of(model), seed)
+        random_adapter(folder / f"adapter-{seed}", projections_of(model) | vocabulary_of(model)[0], seed)
     check_division(folder, tmp_path, "native")
 
 

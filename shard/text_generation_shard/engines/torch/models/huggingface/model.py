@@ -151,7 +151,8 @@ class TransformersModel:
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
         return None if self.states.layers else self.forward
 
-    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, memory: Tensor | None = None, adapters: Tensor | None = None) -> Tensor:
+        assert adapters is None, "models of transformers have none"
         self._given = HiddenStates(last_hidden_state=hidden.unsqueeze(0))
         try:
             logits = self._library_logits(torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device))

@@ -6,6 +6,7 @@ while the model serves is read in a thread of its own.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,15 +16,22 @@ from text_generation_common.lora import AdapterSource
 from text_generation_common.one_line import one_line, typed_line
 from text_generation_shard.adapters import WEIGHTS, LoraAdapter, LoraRoom
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, AdapterStore, StepAdapters
+from text_generation_shard.engines.torch.layers.adapted_linear import (
+    AdaptedLinear,
+    AdapterPlaces,
+    AdapterStore,
+    StepAdapters,
+)
 from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
 from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear
-from text_generation_shard.engines.torch.weights.checkpoint import text_name
+from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint, text_name
 
 MAX_SERVED_RANK = 256
 """Limit of the rank: PEFT's adapters have 4 to 256."""
+ROWS_AT_ONCE = 4096
+"""Rows of a weight that are compared at a time: a whole one may have gigabytes."""
 Matrices = list[tuple[Tensor, Tensor]]
-"""The packed matrices of an adapter for each layer that adapters change."""
+"""The packed matrices of an adapter for each of the places."""
 
 
 class ModelAdapters(StepAdapters, AdapterStore):
@@ -39,14 +47,16 @@ class ModelAdapters(StepAdapters, AdapterStore):
         self._reader = ThreadPoolExecutor(1, "adapters")
         self.read: Callable[[AdapterSource], LoraAdapter]
         """Reads and checks the description of an adapter that comes while the model serves."""
-        self._linears: list[AdaptedLinear] = []
+        self._places: list[AdapterPlaces] = []
         self._served: dict[str, tuple[int, int]] = {}
         """Shapes of the projections that adapters may change."""
+        self._weights: dict[str, str] = {}
+        """The weights of the embedding and the LM head in the checkpoint."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the places for adapters, on this rank."""
-        return sum(linear.nbytes for linear in self._linears)
+        return sum(each.nbytes for each in self._places)
 
     def adapt(
         self, linear: ParallelLinear | QuantizedLinear, projections: Sequence[Projection], device: torch.device
@@ -56,8 +66,20 @@ class ModelAdapters(StepAdapters, AdapterStore):
         self._served |= shapes
         if not (self._room.takes_others or self._changed & shapes.keys()):
             return linear
-        self._linears.append(AdaptedLinear(linear, projections, self._room.rank, self, device, self._dtype))
-        return self._linears[-1]
+        adapted = AdaptedLinear(linear, projections, self._room.rank, self, device, self._dtype)
+        self._places.append(adapted)
+        return adapted
+
+    def places(self, projection: Projection, weight: str, device: torch.device) -> AdapterPlaces | None:
+        """Return places for changes of the embedding or the LM head, whose `weight` in the checkpoint is named.
+
+        None if no adapter of the start changes it: places take memory, and time of each step with adapters.
+        """
+        self._served[projection.name], self._weights[projection.name] = projection.shape, weight
+        if projection.name not in self._changed:
+            return None
+        self._places.append(AdapterPlaces([projection], self._room.rank, self.count, device, self._dtype))
+        return self._places[-1]
 
     def check(self) -> None:
         """Raise EngineError for an adapter of the start that does not fit the layers given to `adapt`."""
@@ -70,9 +92,11 @@ class ModelAdapters(StepAdapters, AdapterStore):
             name, problem, own = text_name(key), None, (change.outputs, change.inputs)
             if name not in self._served:
                 kinds = sorted({served.rpartition(".")[2] for served in self._served})
-                problem = f"changes {name}, and adapters of this model may change {', '.join(kinds)} of a layer"
+                problem = f"changes {name}, and adapters of this model may change {', '.join(kinds)}"
             elif self._served[name] != own:
                 problem = f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
+            elif name in self._weights.keys() - self._changed:
+                problem = f"changes {name}, for which there is room if an adapter of --lora-adapters changes it"
             elif change.rank > limit:
                 serves = (
                     f"--max-lora-rank is {limit}"
@@ -91,17 +115,21 @@ class ModelAdapters(StepAdapters, AdapterStore):
             loading.result()
 
     def _load(self, adapter: LoraAdapter) -> Matrices:
-        if self._linears[0].device.type == "cuda":
-            torch.cuda.set_device(self._linears[0].device)  # of this thread, which pins memory
+        if self._places[0].device.type == "cuda":
+            torch.cuda.set_device(self._places[0].device)  # of this thread, which pins memory
         path, matrices = adapter.folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
         try:
             with safe_open(path, framework="pt") as file:
                 for name, change in adapter.changes.items():
-                    a, b = (file.get_tensor(f"{change.key}.lora_{side}.weight").float() for side in "AB")
+                    a, b = (file.get_tensor(key).float() for key in change.keys)
                     matrices[text_name(name)] = a, b * change.scale
+                    if change.base is not None and adapter.model is not None:
+                        stored = self._weights.get(text_name(name), f"{text_name(name)}.weight")
+                        if not _is_stored(file.get_tensor(change.base), stored, adapter.model):
+                            raise EngineError(f"{path}: {change.base} is not the model's: only its change is served")
         except (OSError, RuntimeError, SafetensorError) as error:
             raise EngineError(f"{path} cannot be read: {one_line(error)}") from None
-        return [linear.packed(matrices) for linear in self._linears]
+        return [each.packed(matrices) for each in self._places]
 
     def _read(self, name: str, folder: str) -> Matrices:
         try:
@@ -122,14 +150,23 @@ class ModelAdapters(StepAdapters, AdapterStore):
                 held = self._held[name]
                 return (held.exception() is None) if held.done() else -1
             case "place", int(place):
-                for linear, matrices in zip(self._linears, self._held[name].result(), strict=True):
-                    linear.place(place, *matrices)
+                for each, matrices in zip(self._places, self._held[name].result(), strict=True):
+                    each.place(place, *matrices)
             case "drop", _:
                 self._held.pop(name).cancel()
         return None
 
     def problem(self, name: str) -> BaseException | None:
         return self._held[name].exception()
+
+
+def _is_stored(weight: Tensor, name: str, folder: Path) -> bool:
+    """Return True if a checkpoint has this weight, up to rounding to its dtype."""
+    checkpoint = Checkpoint(folder, text_only=True)
+    if name not in checkpoint or (own := checkpoint.map([name])[name]).shape != weight.shape:
+        return False
+    pairs = zip(torch.split(own, ROWS_AT_ONCE), torch.split(weight, ROWS_AT_ONCE), strict=True)
+    return all(torch.equal(rows.to(given.dtype), given) for rows, given in pairs)
 
 
 def _by(shape: tuple[int, int]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.step import ScoreRules, Step
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
-from text_generation_shard.engines.torch.layers.adapted_linear import StepAdapters
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterPlaces, StepAdapters
 from text_generation_shard.engines.torch.layers.linear import DenseLinear, Linear
 from text_generation_shard.engines.torch.layers.mlp import GatedMLP, LayerMLP
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
@@ -136,7 +136,10 @@ class DecoderWeights:
     """This rank's rows of the LM head; the weight may be a view of the embedding."""
     precision: Precision
     adapters: StepAdapters | None = None
-    """The LoRA adapters of the layers, if there are any."""
+    """The LoRA adapters, if there are any."""
+    embedding_changes: AdapterPlaces | None = None
+    head_changes: AdapterPlaces | None = None
+    """The places for adapters that change the embedding or the LM head, which tied weights have apart; None if none does."""
     prediction: PredictionPart | None = None
 
     @property
@@ -187,9 +190,12 @@ class Decoder:
         config, weights, ops = self._config, self._weights, self._ops
         if buffers is None:
             buffers = self.activations(step.num_tokens)
-        if weights.adapters is not None:
-            weights.adapters.begin(step.adapters, ops.adapter_rows)
+        rows = None if weights.adapters is None else weights.adapters.begin(step.adapters, ops.adapter_rows)
         residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
+        if rows is not None and weights.embedding_changes is not None:
+            weights.embedding_changes.add_embedded(rows, step.token_ids(), residual, self._embedding_scale)
+        if step.images is not None:
+            step.images.embed(residual)
         stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
         places, part = iter(self._places), weights.prediction
         before, taken = () if part is None else part.taken_before, []
@@ -214,6 +220,8 @@ class Decoder:
         assert part is not None
         table = self._weights.embedding if part.embedding is None else part.embedding
         embedded = step.embed(table, self._embedding_scale if part.head is None else 1.0, buffers.residual)
+        if step.images is not None:
+            step.images.embed(embedded)
         dtype = self._weights.precision.model
         inputs = [part.embedding_norm(embedded.to(dtype)), part.hidden_norm(hidden.to(dtype))]
         if part.hidden_first:
@@ -289,13 +297,16 @@ class Decoder:
                     each.zero_()
         return lambda step: self.forward(step, buffers.first(step.num_tokens))
 
-    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
-        head, size = self._weights.head, self._group.tp.world_size
-        if size == 1:
-            return self._capped(head(hidden, None if memory is None else memory[: len(hidden)]))
+    def logits(self, hidden: Tensor, memory: Tensor | None = None, adapters: Tensor | None = None) -> Tensor:
+        weights, is_whole = self._weights, self._group.tp.world_size == 1
+        logits = weights.head(hidden, memory[: len(hidden)] if is_whole and memory is not None else None)
+        if (changes := weights.head_changes) is not None and adapters is not None:
+            changes.add_product(self._ops.adapter_rows(adapters, changes.count), hidden, logits)
+        if is_whole:
+            return self._capped(logits)
         if memory is None:
             memory = self.logits_memory(len(hidden))
-        self._group.all_gather_last_dim(head(hidden), memory[: len(hidden)])
+        self._group.all_gather_last_dim(logits, memory[: len(hidden)])
         return self._capped(memory[: len(hidden), : self._config.vocab_size])
 
     def logits_memory(self, rows: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from text_generation_shard.adapters import LoraAdapter, LoraRoom
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
-from text_generation_shard.engines.torch.layers.linear import DenseLinear
+from text_generation_shard.engines.torch.layers.linear import DenseLinear, Projection
 from text_generation_shard.engines.torch.layers.mlp import DenseMLP, PlainMLP
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.precision import Precision
@@ -30,7 +30,7 @@ from text_generation_shard.engines.torch.models.native.prediction_config import 
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.models.native.state_layer import ShortConvolution
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard
 
 StateWeights = GatedDeltaNet | Mamba | ShortConvolution
@@ -287,8 +287,6 @@ class ModelWeights(DecoderWeights):
         self.layers = [
             LayerWeights(config, index, tp, device, precision, adapters) for index in range(config.num_layers)
         ]
-        if adapters is not None:
-            adapters.check()
         self.prediction = None
         if config.prediction is not None:
             self.prediction = PredictionWeights(config.prediction, tp, device, precision)
@@ -313,6 +311,17 @@ class ModelWeights(DecoderWeights):
         own_rows = slice(tp.rank * rows, (tp.rank + 1) * rows)
         head = table[own_rows] if self.tied else torch.zeros_like(table[own_rows])
         self.head = DenseLinear(head, None, self.precision.logits)
+        if adapters is not None:
+            self._place_adapters(adapters, config.vocab_size, rows, device)
+            adapters.check()
+
+    def _place_adapters(self, adapters: ModelAdapters, vocab_size: int, rows: int, device: torch.device) -> None:
+        hidden, weight = ShardRange.whole(self.embedding.shape[1]), f"{self._embedding_name}.weight"
+        embedding = Projection(self._embedding_name, hidden, ShardRange.whole(vocab_size))
+        self.embedding_changes = adapters.places(embedding, weight, device)
+        own = ShardRange(self._vocabulary.start, rows, vocab_size)
+        weight = weight if self.tied else "lm_head.weight"
+        self.head_changes = adapters.places(Projection("lm_head", own, hidden), weight, device)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill, by checkpoint name, without those of the predicting layer."""
