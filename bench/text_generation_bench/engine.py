@@ -111,6 +111,9 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=0, help="random LoRA adapters; each run is repeated with them")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
+        "--adapt-vocabulary", action="store_true", help="the adapters change the embedding and the LM head too"
+    )
+    parser.add_argument(
         "--speculate", default="0", help="as the flag of the shard; each run is repeated without drafts"
     )
     parser.add_argument(
@@ -126,7 +129,8 @@ def main() -> None:
             str(shaped_folder(each, Path(), Path(folder, each))) if each in SHAPES else each
             for each in (args.model, args.speculator)
         )
-        measure(args, write_adapters(Path(args.model), Path(folder), args.adapters, args.rank))
+        sizes = args.adapters, args.rank
+        measure(args, write_adapters(Path(args.model), Path(folder), *sizes, vocabulary=args.adapt_vocabulary))
 
 
 def measure(args: argparse.Namespace, adapters: str) -> None:

@@ -124,9 +124,9 @@ class ModelAdapters(StepAdapters, AdapterStore):
                     a, b = (file.get_tensor(key).float() for key in change.keys)
                     matrices[text_name(name)] = a, b * change.scale
                     if change.base is not None and adapter.model is not None:
-                        stored = self._weights.get(text_name(name), f"{text_name(name)}.weight")
+                        stored = self._weights.get(text_name(name), "")
                         if not _is_stored(file.get_tensor(change.base), stored, adapter.model):
-                            raise EngineError(f"{path}: {change.base} is not the model's: only its change is served")
+                            raise EngineError(f"{path}: {change.base} is not the embedding or LM head of the model")
         except (OSError, RuntimeError, SafetensorError) as error:
             raise EngineError(f"{path} cannot be read: {one_line(error)}") from None
         return [each.packed(matrices) for each in self._places]
