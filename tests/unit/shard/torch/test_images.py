@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_driver import Driver
 from full_grid import full
+from lora_folder import merged, random_adapter, untie, vocabulary_of
 from PIL import Image, ImageOps
 from reference_kernels import reference_engine
 from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
@@ -113,13 +114,24 @@ def test_layers_that_transformers_runs(name: str, tmp_path: Path) -> None:
         check_all(engine, model, [model.prompt(files), Prompt((9, 8, 7, 6, 5, 4), ())], 5)
 
 
-def test_a_picture_of_one_token(tmp_path: Path) -> None:
+def test_a_picture_of_one_token_and_an_adapter_of_the_embedding(tmp_path: Path) -> None:
+    """The adapter does not change the embeddings that the picture gives."""
     vision = VisionModel("mistral3", tmp_path)
+    change = random_adapter(tmp_path / "adapter", vocabulary_of(vision.model)[0], 0)
     prompt = vision.prompt([picture(20, 9), picture(70, 45)])
     assert prompt.media[0].tokens == 1
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    adapters = f"a={tmp_path / 'adapter'}"
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6, lora_adapters=adapters))
     assert isinstance(engine, TorchEngine)
     check_all(engine, vision, [prompt], 5)
+    driver = Driver(engine, engine.warm_up(limits()))
+    stream = driver.admit(prompt.ids, 3, adapter="a", prompt_logprobs=True, **decoded(engine, prompt))
+    driver.run()
+    untie(vision.model)
+    with merged(vision.model, change):
+        expected, greedy = vision.reference(prompt, 3)
+    assert (torch.tensor(stream.prompt_logprobs[0][1:]) - expected).norm() <= 1e-5 * expected.norm()
+    assert stream.tokens == greedy
 
 
 def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionModel, prompts: list[Prompt]) -> None:
