@@ -240,7 +240,7 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) 
     before = driver.alone(PROMPTS[0])
     for name, problem in (
         ("large", "has rank 17, and --max-lora-rank is 16"),
-        ("other", "changes lm_head, for which there is room if an"),
+        ("other", "changes lm_head, for which there is room only if an"),
     ):
         with pytest.raises(EngineError, match=problem):
             list(load(engine, config, name))

@@ -96,7 +96,7 @@ class ModelAdapters(StepAdapters, AdapterStore):
             elif self._served[name] != own:
                 problem = f"changes a {name} of {_by(own)} values, and that of this model has {_by(self._served[name])}"
             elif name in self._weights.keys() - self._changed:
-                problem = f"changes {name}, for which there is room if an adapter of --lora-adapters changes it"
+                problem = f"changes {name}, for which there is room only if an adapter of --lora-adapters changes it"
             elif change.rank > limit:
                 serves = (
                     f"--max-lora-rank is {limit}"
