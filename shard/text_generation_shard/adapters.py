@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-All but the values is checked before the model is loaded. Features that an engine would ignore are refused: trained biases, new
+Everything but the values is checked before the model is loaded. Features that an engine would ignore are refused: trained biases, new
 tokens and whole layers, DoRA.
 """
 
