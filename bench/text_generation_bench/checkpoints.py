@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
@@ -30,14 +30,14 @@ SEED = 7
 STATES, USUAL_TOKENS = 4, 16384
 """The formula of the warm-up: states for each so many tokens."""
 
-Policy = Callable[[int, int, int, int, int], list[StateCheckpoint]]
+Policy = Callable[[int, Sequence[int], int, int, int], list[StateCheckpoint]]
 
 
 def fixed(
-    length: int, turn_end: int, branch: int, cached: int, block_size: int, every: int = 512
+    length: int, turn_ends: Sequence[int], branch: int, cached: int, block_size: int, every: int = 512
 ) -> list[StateCheckpoint]:
     """Return checkpoints at fixed distances, as other servers leave them."""
-    del turn_end, branch, block_size
+    del turn_ends, branch, block_size
     return [StateCheckpoint(position) for position in range((length - 1) // every * every, cached, -every)]
 
 

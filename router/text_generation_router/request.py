@@ -124,8 +124,8 @@ class Request:
     """Times at which the tokenizing of the prompt began and ended, in seconds of the monotonic clock."""
     trace: TraceContext | None = None
     """For the spans of the shard."""
-    turn_end: int = 0
-    """Tokens of the prompt that the next turn repeats; 0: not known."""
+    turn_ends: tuple[int, ...] = ()
+    """Tokens of the prompt that the next turn can repeat, for each way in which it can go on; (): not known."""
     prediction: Sequence[TokenId] = ()
     """The text that the client expects, for drafts; see NewSequence.prediction in shard.proto."""
     replayed: int = 0

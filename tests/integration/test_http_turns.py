@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from os.path import commonprefix
 from pathlib import Path
 from random import Random
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 from checked_echo import CheckedEcho
-from full_grid import full
 from http_stack import LIMITS, Stack, serve, until
 from sse_client import post
 
@@ -24,18 +24,6 @@ BLOCK = 16
 TURNS = 3
 BY_CHANCE = 1
 """Tokens that <think> and <tool_call> share, in a tokenizer that has none for them."""
-CASES = [
-    *((name, True, True) for name in ("chatml", "llama3", "qwen3")),
-    *((name, False, False) for name in ("gemma", "mistral", "training")),
-    ("mistral", True, False),
-    ("mistral", False, True),
-    ("qwen3", False, True),
-    *(full(name, system, False) for name in ("chatml", "llama3", "qwen3") for system in (False, True)),
-    *(full(name, False, True) for name in ("chatml", "llama3")),
-    full("training", True, False),
-]
-"""Template, system message, tools. That of gemma refuses both; that of mistral moves them into the last question, and a tool's answer
-has it without the system message: with both, such an answer computes the question again."""
 TOOL: Json = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CALL: Json = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
@@ -53,7 +41,7 @@ def conversations(random: Random, *, system: bool, tools: bool) -> Iterator[list
     messages: list[Json] = [{"role": "system", "content": words(random)}] if system else []
     for _ in range(TURNS):
         messages.append({"role": "user", "content": words(random)})
-        for _ in range(tools):
+        for _ in range(random.choice([1, 2]) if tools else 0):
             yield list(messages)
             messages.append(
                 {"role": "assistant", "content": "", "reasoning_content": words(random), "tool_calls": [CALL]}
@@ -73,15 +61,17 @@ async def check(stack: Stack, random: Random, *, system: bool, tools: bool) -> N
         computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
         new = len(prompt) - len(commonprefix([before, prompt]))  # noqa: RUF071 – of tokens
         assert usage["prompt_tokens"] == len(prompt)
-        assert computed <= new + BLOCK + BY_CHANCE, messages
+        # Of `training`, which shows eight messages, later prompts are the same.
+        assert computed <= new + BLOCK + BY_CHANCE or prompt == before, messages
         before = prompt
 
 
-@pytest.mark.parametrize(("name", "system", "tools"), CASES)
-async def test_a_turn_computes_its_new_tokens_and_at_most_one_block(
-    demo_model: Path, name: str, system: bool, tools: bool
-) -> None:
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+async def test_a_turn_computes_its_new_tokens_and_at_most_one_block(demo_model: Path, name: str) -> None:
     template = (TEMPLATES / f"{name}.jinja").read_text()
     limits = replace(LIMITS, marks_turns=True)
     async with serve(demo_model, limits=limits, chat_template=template, build=build) as stack:
-        await check(stack, Random(name), system=system, tools=tools)
+        random = Random(name)
+        for system, tools in product((False, True), repeat=2):
+            if name != "gemma" or not (system or tools):  # it refuses both
+                await check(stack, random, system=system, tools=tools)

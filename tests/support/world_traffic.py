@@ -93,7 +93,7 @@ def draw_request(world: SchedulerWorld, draw: Random) -> Request:
     return Request(
         RequestId(len(world.views)),
         prompt=prompt,
-        turn_end=draw.choice([0, draw.randint(1, len(prompt))]),
+        turn_ends=tuple(draw.randint(0, len(prompt)) for _ in range(draw.choice([0, 1, 2]))),
         max_new_tokens=draw.choice([1, 2, 17, 40, 90, 200]),
         logprobs=LogprobOptions(prompt=draw.choice([False] * 7 + [True])),
         ignore_eos=draw.choice([True, False]),

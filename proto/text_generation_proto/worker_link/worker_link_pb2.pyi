@@ -151,7 +151,7 @@ class Submit(google.protobuf.message.Message):
     ACCEPTED_FIELD_NUMBER: builtins.int
     MOVES_FIELD_NUMBER: builtins.int
     FRUITLESS_MOVES_FIELD_NUMBER: builtins.int
-    TURN_END_FIELD_NUMBER: builtins.int
+    TURN_ENDS_FIELD_NUMBER: builtins.int
     MEDIA_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     PREDICTION_FIELD_NUMBER: builtins.int
@@ -173,8 +173,6 @@ class Submit(google.protobuf.message.Message):
     """losses of its replica, or of the link, while it ran; it goes before new requests"""
     fruitless_moves: builtins.int
     """consecutive ones without a new token in between"""
-    turn_end: builtins.int
-    """tokens of the prompt that the next turn repeats; 0: not known"""
     job: builtins.bytes
     """the session or user of the tenant; empty: not known"""
     @property
@@ -193,6 +191,10 @@ class Submit(google.protobuf.message.Message):
     def logprobs(self) -> text_generation_proto.v1.shard_pb2.LogprobOptions: ...
     @property
     def grammar(self) -> text_generation_proto.v1.shard_pb2.Grammar: ...
+    @property
+    def turn_ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """tokens of the prompt that the next turn can repeat; none: not known"""
+
     @property
     def media(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[text_generation_proto.v1.shard_pb2.Media]:
         """the images of the prompt, without their data"""
@@ -222,13 +224,13 @@ class Submit(google.protobuf.message.Message):
         accepted: builtins.bool = ...,
         moves: builtins.int = ...,
         fruitless_moves: builtins.int = ...,
-        turn_end: builtins.int = ...,
+        turn_ends: collections.abc.Iterable[builtins.int] | None = ...,
         media: collections.abc.Iterable[text_generation_proto.v1.shard_pb2.Media] | None = ...,
         job: builtins.bytes = ...,
         prediction: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "end_by", b"end_by", "first_token_by", b"first_token_by", "grammar", b"grammar", "logprobs", b"logprobs", "queue_by", b"queue_by", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "job", b"job", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_end", b"turn_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_by", b"_end_by", "_first_token_by", b"_first_token_by", "_queue_by", b"_queue_by", "accepted", b"accepted", "adapter", b"adapter", "end_by", b"end_by", "first_token_by", b"first_token_by", "fruitless_moves", b"fruitless_moves", "generated", b"generated", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "job", b"job", "logprobs", b"logprobs", "media", b"media", "moves", b"moves", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "queue_by", b"queue_by", "request", b"request", "salt", b"salt", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "turn_ends", b"turn_ends"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_by", b"_end_by"]) -> typing.Literal["end_by"] | None: ...
     @typing.overload

@@ -33,9 +33,14 @@ MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
 """Bytes of messages, tools and template arguments as JSON."""
 MAX_ARGUMENTS, MAX_LAST_PARTS = 1024, 64
 """Bytes of template arguments whose last part of prompts is kept, and the number of such texts."""
-PROBE: list[Json] = [
-    {"role": role, "content": text} for role, text in (("user", "¿?"), ("assistant", "!"), ("user", "?"))
+QUESTION: Json = {"role": "user", "content": "¿?"}
+ANSWERED: list[Json] = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
+CALL: Json = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLED: list[Json] = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "!", "tool_call_id": CALL["id"], "name": "f"},
 ]
+"""The ways in which a chat goes on. Templates of Mistral refuse other ids."""
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
 
@@ -77,7 +82,7 @@ class TemplateRenderer:
         )
         self._without_templates = not sources
         self._last_parts: dict[bytes, str | None] = {}
-        """See `last_part`, by the template's arguments."""
+        """See `_last_part`, by the template's arguments."""
 
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
@@ -117,32 +122,41 @@ class TemplateRenderer:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
 
-    async def last_part(self, conversation: Conversation, text: str, tenant: TenantId) -> str | None:
-        """Return the end of a prompt `text` that the next turn does not repeat, as the start of the reasoning; None if it is not known.
+    async def last_parts(self, conversation: Conversation, text: str, tenant: TenantId) -> set[str]:
+        """Return the ends of a prompt `text` that the next turn does not repeat, as the start of the reasoning; none if not known.
+
+        One is that before a question, the other that before the result of a tool.
+        """
+        ways = (ANSWERED, CALLED) if conversation.tools else (ANSWERED,)
+        parts = [await self._last_part(conversation, text, way, tenant) for way in ways]
+        return {part for part in parts if part is not None}
+
+    async def _last_part(self, conversation: Conversation, text: str, way: list[Json], tenant: TenantId) -> str | None:
+        """Return the end that is not repeated if the chat goes on in a `way`; None if it is not known.
 
         It is the same in all prompts, unless a template moves the system message or the tools into the last question.
         """
         messages = conversation.messages
         system = messages[:1] if messages[0].get("role") == "system" else []
-        key = orjson.dumps([conversation.template_kwargs, bool(system), bool(conversation.tools)])
+        key = orjson.dumps([conversation.template_kwargs, bool(system), bool(conversation.tools), way is CALLED])
         if key not in self._last_parts and len(key) <= MAX_ARGUMENTS:
-            short = replace(conversation, messages=[*system, PROBE[0]], continue_final_message=False)
+            short = replace(conversation, messages=[*system, QUESTION], continue_final_message=False)
             part = None
             with suppress(TemplateError):
-                part = await self._not_repeated(short, await self.render(short, tenant), tenant)
+                part = await self._not_repeated(short, await self.render(short, tenant), way, tenant)
             if len(self._last_parts) == MAX_LAST_PARTS:
                 self._last_parts.clear()
             self._last_parts[key] = part
         part = self._last_parts.get(key)
-        if part is None or PROBE[0]["content"] not in part:
+        if part is None or QUESTION["content"] not in part:
             return part
         with suppress(TemplateError):
-            return await self._not_repeated(conversation, text, tenant)
+            return await self._not_repeated(conversation, text, way, tenant)
         return None
 
-    async def _not_repeated(self, conversation: Conversation, text: str, tenant: TenantId) -> str:
-        """Return the end of a prompt that it has not in common with its prompt after an answer and a question."""
-        later = replace(conversation, messages=[*conversation.messages, *PROBE[1:]])
+    async def _not_repeated(self, conversation: Conversation, text: str, way: list[Json], tenant: TenantId) -> str:
+        """Return the end of a prompt that it has not in common with the prompt of a chat that goes on."""
+        later = replace(conversation, messages=[*conversation.messages, *way])
         return text[len(commonprefix([text, await self.render(later, tenant)])) :]  # noqa: RUF071 – of characters
 
     def _input(self, conversation: Conversation) -> "tuple[TemplateInput, bytes]":

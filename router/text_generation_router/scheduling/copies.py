@@ -6,15 +6,16 @@ waits until a report shows the end of the load; others run. Its blocks then ente
 The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, those of sequences that move at once,
 each of a bounded number of blocks, from the beginning of the prefix. A store guards the path on the device, so none begins while blocks
 are scarce. It names the blocks of the first group that the host lacks, and those of the further groups with which a request could
-continue at one of the `ends`: the end of the prompt, that of the answer.
+continue at one of the `ends`: those of the turn, that of the answer.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
+from text_generation_router.scheduling.checkpoints import turn_blocks
 from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.prefix_node import Node, Prefix
@@ -35,7 +36,7 @@ class WaitingPrefix:
     salt: str
     key: bytes
     tenant: str
-    ends: tuple[int, ...]
+    ends: Set[int]
     """The blocks before each position where a request may continue."""
     moved: ScheduledSequence | None
     """The sequence that goes on elsewhere after the store."""
@@ -250,12 +251,9 @@ class ReplicaCopies:
         if sequence.version:  # replicas may have loaded its adapter from other files
             return
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
-        length = len(request.prompt)
-        prompt_end = min(request.turn_end or length, length - 1) // cache.block_size
+        ends = turn_blocks(request.turn_ends, len(request.prompt), cache.block_size) | {count}
         key = sequence.key[: count * self._block_bytes]
-        waiting = WaitingPrefix(
-            sequence.salt, key, request.qos.tenant, (prompt_end, count), sequence if moves else None
-        )
+        waiting = WaitingPrefix(sequence.salt, key, request.qos.tenant, ends, sequence if moves else None)
         if moves and sequence.state is State.PREEMPTED:
             if not self._host.pools and self._host.tree.match(sequence.salt, key).blocks == count:
                 return

@@ -121,7 +121,7 @@ class KVCache:
         request, size = sequence.request, self.block_size
         if not self.caching or "prefix" in request.without:
             return []
-        return checkpoints(sequence.length, request.turn_end, branch * size, sequence.cached_tokens, size)
+        return checkpoints(sequence.length, request.turn_ends, branch * size, sequence.cached_tokens, size)
 
     def will_share(self, leader: ScheduledSequence, tokens: int) -> bool:
         """Return True if others can continue after about `tokens` tokens of `leader`, a prompt under way, once these are computed.

@@ -79,7 +79,7 @@ def request_to_pb(request: Request, number: RequestId, progress: RequestProgress
         job=text_to_pb(qos.job),
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
-        turn_end=request.turn_end,
+        turn_ends=request.turn_ends,
         prediction=request.prediction,
     )
 
@@ -126,7 +126,7 @@ def request_from_pb(message: pb.Submit, images: Sequence[bytes] = (), before: Re
         adapter=message.adapter,
         qos=qos,
         trace=TraceContext(message.traceparent, message.tracestate) if message.traceparent else None,
-        turn_end=message.turn_end,
+        turn_ends=tuple(message.turn_ends),
         prediction=prediction,
     )
 

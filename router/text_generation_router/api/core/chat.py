@@ -249,18 +249,14 @@ class ChatPreparer:
         requests = await self._serving.preparer.prepare(prompt, options, qos, count, shown.images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
-            turn_end = await self._turn_end(shown, text, continuation, requests[0].prompt, qos.tenant)
-            requests = [replace(request, turn_end=turn_end) for request in requests]
+            parts = await self._renderer.last_parts(shown, text, qos.tenant)
+            ends = {await self._turn_end(part + continuation, requests[0].prompt, qos.tenant) for part in parts}
+            requests = [replace(request, turn_ends=tuple(sorted(ends))) for request in requests]
         return ChatRequest(requests, prompt, form)
 
-    async def _turn_end(
-        self, conversation: Conversation, text: str, continuation: str, prompt: Sequence[TokenId], tenant: TenantId
-    ) -> int:
-        """Return the tokens of a prompt that the next turn repeats; 0 if that is not known."""
-        part = await self._renderer.last_part(conversation, text, tenant)
-        if part is None:
-            return 0
-        if (part := part + continuation) != self._last_part[0]:
+    async def _turn_end(self, part: str, prompt: Sequence[TokenId], tenant: TenantId) -> int:
+        """Return the tokens of a prompt before its last part, which the next turn does not repeat."""
+        if part != self._last_part[0]:
             ids = await self._serving.tokenizer_pool.encode_ids(part, add_special_tokens=False, tenant=tenant)
             self._last_part = part, list(ids)
         _, ids = self._last_part

@@ -146,7 +146,7 @@ async def test_the_next_turn_repeats_the_prompt_but_for_its_last_part(name: str)
             given = {"enable_thinking": thinks, "bos_token": "<s>", "eos_token": "</s>"}
             first = Conversation(messages, template_kwargs=given)
             prompt = await renderer.render(first)
-            part = await renderer.last_part(first, prompt, DEFAULT_TENANT)
+            (part,) = await renderer.last_parts(first, prompt, DEFAULT_TENANT)
             assert part == ("" if name != "qwen3" or thinks else "<think>\n\n</think>\n\n")
             assert prompt.endswith(part)
             turns = [*messages, answer, {"role": "user", "content": "And?"}]
@@ -156,4 +156,4 @@ async def test_the_next_turn_repeats_the_prompt_but_for_its_last_part(name: str)
 
 async def test_of_a_template_that_refuses_a_short_conversation_no_last_part_is_known() -> None:
     async with a_renderer("{{ raise_exception('no') if messages | length < 2 else messages[1].content }}") as renderer:
-        assert await renderer.last_part(says("Hello"), "", DEFAULT_TENANT) is None
+        assert await renderer.last_parts(says("Hello"), "", DEFAULT_TENANT) == set()

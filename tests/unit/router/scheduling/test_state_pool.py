@@ -14,22 +14,28 @@ FAR = 10 * MIN_GAIN
 
 
 @pytest.mark.parametrize(
-    ("length", "turn_end", "branch", "cached", "kept", "spare"),
+    ("length", "turn_ends", "branch", "cached", "kept", "spare"),
     [
-        pytest.param(100, 0, 0, 0, [96], [], id="the last whole block"),
-        pytest.param(96, 0, 0, 0, [80], [], id="one token is left to compute"),
-        pytest.param(100, 93, 0, 0, [80], [], id="the end of the turn"),
-        pytest.param(100, 93, 0, 80, [], [], id="it is there"),
-        pytest.param(15, 0, 0, 0, [], [], id="no whole block"),
-        pytest.param(FAR + 9, 0, MIN_GAIN, 0, [MIN_GAIN, FAR], [], id="a branch"),
-        pytest.param(FAR + 9, 0, MIN_GAIN, 16, [FAR], [], id="a branch near the cached prefix"),
-        pytest.param(FAR + 9, 0, FAR - 32, 0, [FAR], [], id="a branch near the end"),
-        pytest.param(FAR + 9, 100, 0, 0, [96], [FAR], id="new tokens from before a preemption"),
-        pytest.param(2 * SPACING, 0, 0, 0, [2 * SPACING - 16], [SPACING], id="a long prompt"),
+        pytest.param(100, (), 0, 0, [96], [], id="the last whole block"),
+        pytest.param(96, (), 0, 0, [80], [], id="one token is left to compute"),
+        pytest.param(100, (93,), 0, 0, [80], [], id="the end of the turn"),
+        pytest.param(100, (93,), 0, 80, [], [], id="it is there"),
+        pytest.param(100, (30, 93), 0, 0, [16, 80], [], id="two ends"),
+        pytest.param(
+            FAR, (MIN_GAIN, FAR), 2 * MIN_GAIN - 16, 0, [MIN_GAIN, FAR - 16], [], id="a branch near one of two"
+        ),
+        pytest.param(15, (), 0, 0, [], [], id="no whole block"),
+        pytest.param(FAR + 9, (), MIN_GAIN, 0, [MIN_GAIN, FAR], [], id="a branch"),
+        pytest.param(FAR + 9, (), MIN_GAIN, 16, [FAR], [], id="a branch near the cached prefix"),
+        pytest.param(FAR + 9, (), FAR - 32, 0, [FAR], [], id="a branch near the end"),
+        pytest.param(FAR + 9, (100,), 0, 0, [96], [FAR], id="new tokens from before a preemption"),
+        pytest.param(2 * SPACING, (), 0, 0, [2 * SPACING - 16], [SPACING], id="a long prompt"),
     ],
 )
-def test_checkpoints(length: int, turn_end: int, branch: int, cached: int, kept: list[int], spare: list[int]) -> None:
-    wanted = checkpoints(length, turn_end, branch, cached, 16)
+def test_checkpoints(
+    length: int, turn_ends: tuple[int, ...], branch: int, cached: int, kept: list[int], spare: list[int]
+) -> None:
+    wanted = checkpoints(length, turn_ends, branch, cached, 16)
     assert [each.position for each in wanted] == sorted([*kept, *spare], reverse=True)
     assert {each.position for each in wanted if each.is_spare} == set(spare)
 

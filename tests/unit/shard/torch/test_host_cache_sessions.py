@@ -135,8 +135,8 @@ class World:
         return len(replica.copies.moving)
 
     def submit(self, prompt: tuple[int, ...], new: int, **options: Any) -> RequestId:  # noqa: ANN401
-        turn_end = len(prompt) - len(MARKER)
-        request = Request(RequestId(len(self.answers)), prompt, new, ignore_eos=True, turn_end=turn_end, **options)
+        turn_ends = (len(prompt) - len(MARKER),)
+        request = Request(RequestId(len(self.answers)), prompt, new, ignore_eos=True, turn_ends=turn_ends, **options)
         self.requests[request.id] = request
         self.answers[request.id], self.logprobs[request.id] = [], []
         self.scheduler.submit(request, 0.0)

@@ -106,8 +106,10 @@ class World:
         self.scheduler.open(0, self.replica.spec)
 
     def submit(self, prompt: tuple[int, ...], new: int) -> Turn:
-        turn_end = len(prompt) - len(MARKER)
-        self.scheduler.submit(Request(RequestId(len(self.turns)), prompt, new, ignore_eos=True, turn_end=turn_end), 0.0)
+        turn_ends = (len(prompt) - len(MARKER),)
+        self.scheduler.submit(
+            Request(RequestId(len(self.turns)), prompt, new, ignore_eos=True, turn_ends=turn_ends), 0.0
+        )
         self.turns.append(Turn(prompt, new, [], []))
         return self.turns[-1]
 
