@@ -18,10 +18,10 @@ import asyncio
 import logging
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -31,9 +31,6 @@ from text_generation_proto.addresses import plain_ip
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 from text_generation_router.web.refusals import RefusalLimiter
 from text_generation_router.web.turns import Turns
-
-if TYPE_CHECKING:
-    from text_generation_router.web.sse import EventStream
 
 READ_RATE = 1000
 """Bytes a second that a client must take while its connection is congested."""
@@ -101,7 +98,8 @@ class Connection(asyncio.Protocol):
         self._headers_by = self.since + connections.limits.headers_s
         self._heard = False
         """True once a byte of the next request has arrived."""
-        self._stream: EventStream | None = None
+        self._held: bytes | bytearray = b""
+        self._on_change: Callable[[], None] = _nothing
         self._unsent = 0
         self._checked = self.since
         self._credit_s = connections.limits.stall_s
@@ -109,11 +107,11 @@ class Connection(asyncio.Protocol):
     @property
     def unread(self) -> int:
         """Bytes that the client has not read."""
-        return self.transport.get_write_buffer_size() + (0 if self._stream is None else self._stream.unread)
+        return self.transport.get_write_buffer_size() + len(self._held)
 
-    def hold(self, stream: "EventStream") -> None:
-        """Count the bytes that `stream` holds, and tell it when the connection accepts more, until the response ends."""
-        self._stream = stream
+    def hold(self, held: bytearray, on_change: Callable[[], None]) -> None:
+        """Count the bytes of `held`, and call `on_change` when the connection is congested or accepts more, until the response ends."""
+        self._held, self._on_change = held, on_change
 
     def begin(self) -> None:
         """Note that the headers of a request are complete."""
@@ -124,7 +122,7 @@ class Connection(asyncio.Protocol):
     def end(self) -> None:
         """Note that a response is complete, or its client gone."""
         self.busy, self.idle, self._heard = False, True, False
-        self._stream = None
+        self._held, self._on_change = b"", _nothing
         self.since = self._loop.time()
         self._connections.waiting(self)
 
@@ -179,15 +177,17 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.congested = True
         self._http.pause_writing()
-        if self._stream is not None:
-            self._stream.on_congested()
+        self._on_change()
 
     def resume_writing(self) -> None:
         self.congested = False
         self._http.resume_writing()
         self._credit_s = self._connections.limits.stall_s
-        if self._stream is not None:
-            self._stream.on_writable()
+        self._on_change()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class _Http(web.RequestHandler):

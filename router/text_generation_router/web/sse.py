@@ -39,7 +39,7 @@ _HEADERS = {
 
 class EventStream:
     __slots__ = (
-        *("_attention", "_chunked", "_connection", "_ended", "_error", "_error_event", "_flowing", "_held"),
+        *("_attention", "_chunked", "_connection", "_ended", "_error", "_error_event", "_flowing", "held"),
         *("_keep_alive_s", "_last_write", "_loop", "_max_unread", "_request", "_response", "_transport", "_uncounted"),
     )
 
@@ -60,25 +60,20 @@ class EventStream:
             self._response.force_close()  # HTTP/1.0: the body ends with the connection
         self._transport = request.transport
         self._connection = connection_of(request)
-        self._connection.hold(self)
         self._loop = asyncio.get_running_loop()
         self._keep_alive_s = keep_alive_s
         self._max_unread = max_unread
         self._last_write = self._loop.time()
         self._flowing = False
         """True while events go to the connection at once; otherwise they are held for `run`."""
-        self._held = bytearray()
+        self.held = bytearray()
         """Unsent events: at most `max_unread` bytes, one event, and those that do not count."""
+        self._connection.hold(self.held, self._on_change)
         self._uncounted = 0
         self._attention = asyncio.Event()
         self._ended = False
         self._error: ServingError | None = None
         self._error_event = error_event
-
-    @property
-    def unread(self) -> int:
-        """Bytes of events that the connection has not accepted."""
-        return len(self._held)
 
     def send(self, event: bytes, *, counts: bool = True) -> None:
         """Write one event with its blank line, or hold it until the connection accepts it.
@@ -93,12 +88,12 @@ class EventStream:
         if self._ended:
             return
         # Not by this event: one may be larger than the limit, for a client that reads everything.
-        behind = len(self._held) - self._uncounted > self._max_unread
-        self._held += event
+        behind = len(self.held) - self._uncounted > self._max_unread
+        self.held += event
         self._uncounted += 0 if counts else len(event)
         if behind:
             self._ended = True
-            self._held.clear()
+            self.held.clear()
             self._connection.hang_up(CloseReason.UNREAD)
         elif not self._connection.congested:
             self._attention.set()
@@ -114,37 +109,36 @@ class EventStream:
         self._error = error
         self.close()
 
-    def on_congested(self) -> None:
-        """Hold events until the connection accepts more."""
-        self._flowing = False
-
-    def on_writable(self) -> None:
-        """Write more of what is held: the connection accepts it."""
-        self._attention.set()
-
     async def run(self) -> web.StreamResponse:
         """Return when the stream is closed. Raises an error that came before the first event."""
         while not (self._ended and self._response.prepared):
             # A client that does not read needs no comment.
-            if not await self._attention_within(None if self._held else self._last_write + self._keep_alive_s):
-                if self._held or self._last_write + self._keep_alive_s > self._loop.time():
+            if not await self._attention_within(None if self.held else self._last_write + self._keep_alive_s):
+                if self.held or self._last_write + self._keep_alive_s > self._loop.time():
                     continue  # there were events in the meantime
-                self._held += KEEP_ALIVE_EVENT
-            elif self._error is not None and not self._response.prepared and not self._held:
+                self.held += KEEP_ALIVE_EVENT
+            elif self._error is not None and not self._response.prepared and not self.held:
                 raise self._error
             if not self._response.prepared:
                 await self._connection.turn_to_answer()
                 await self._response.prepare(self._request)
             self._write_held()
         if self._error is not None:
-            self._held += self._error_event(self._error)
+            self.held += self._error_event(self._error)
         return self._response
 
     async def write_rest(self) -> None:
         """Write what is held when the stream has ended, as fast as the client reads it."""
-        while self._held:
+        while self.held:
             self._write_held()
             await self._request.writer.drain()
+
+    def _on_change(self) -> None:
+        """Hold events while the connection is congested, then write them."""
+        if self._connection.congested:
+            self._flowing = False
+        else:
+            self._attention.set()
 
     async def _attention_within(self, deadline: float | None) -> bool:
         try:
@@ -158,10 +152,10 @@ class EventStream:
     def _write_held(self) -> None:
         """Write held events until the connection is congested."""
         connection = self._connection
-        while self._held and not connection.congested:
-            self._write(bytes(self._held[:MAX_WRITE]))
-            del self._held[:MAX_WRITE]
-        self._flowing = not (self._held or self._ended or connection.congested)
+        while self.held and not connection.congested:
+            self._write(bytes(self.held[:MAX_WRITE]))
+            del self.held[:MAX_WRITE]
+        self._flowing = not (self.held or self._ended or connection.congested)
 
     def _write(self, events: bytes) -> None:
         transport = self._transport

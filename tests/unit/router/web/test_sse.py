@@ -49,10 +49,10 @@ async def test_events_for_a_late_client_are_held_in_order() -> None:
         for number, event in enumerate(EVENTS):
             events.send(event)
             if number == 0:
-                await until(lambda: not events.unread)
+                await until(lambda: not events.held)
             elif number % 100 == 0:
                 await asyncio.sleep(0)
-        held.append(events.unread)
+        held.append(len(events.held))
         events.close()
 
     assert await body_of(produce) == b"".join(EVENTS)
@@ -62,7 +62,7 @@ async def test_events_for_a_late_client_are_held_in_order() -> None:
 async def test_nothing_follows_the_event_of_a_failure() -> None:
     async def produce(events: EventStream) -> None:
         events.send(b"data: 1\n\n")
-        await until(lambda: not events.unread)
+        await until(lambda: not events.held)
         events.send(b"data: 2\n\n")
         events.fail(GenerationFailed("broken"))
         for _ in range(5):
