@@ -35,7 +35,8 @@ from pathlib import Path
 
 from text_generation_bench.gpu_server import QUANTIZATIONS, SHAPES, last_lines, launched, shaped_folder
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
-from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 
 COPY_BYTES = 4 << 30
 COPIES = 20

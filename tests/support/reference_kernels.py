@@ -38,8 +38,9 @@ from text_generation_shard.engines.torch.layers import recurrence
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.models.huggingface.images import load_images
-from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank

@@ -15,7 +15,7 @@ from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.json_object import UnsupportedError
 
 if TYPE_CHECKING:
-    from text_generation_shard.engines.torch.models.native.config import ModelConfig
+    from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 
 ENTRY_POINTS = "text_generation_shard.engines"
 """Entry points of installed packages: functions that build the engine of this name, in place of the one here."""

@@ -17,8 +17,9 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.layers.rope import inverse_frequencies
 from text_generation_shard.engines.torch.models.huggingface.library import ALIASES
-from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.families import FAMILIES
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
 LLAMA: dict[str, Any] = {

@@ -24,7 +24,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.build.footprint import native_footprint
 from text_generation_shard.engines.torch.build.prepare import Prepared
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 
 PROGRAM = "text_generation_shard.engines.torch.build.compile_part"
 HELPERS = 4

@@ -17,7 +17,7 @@ from text_generation_shard.engines.torch.build.prepare import META, Description,
 from text_generation_shard.engines.torch.device.memory import margin_of
 from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank

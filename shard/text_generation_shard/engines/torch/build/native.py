@@ -12,8 +12,8 @@ from text_generation_shard.engines.torch.build.compile_ahead import CompileAhead
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, prepare
 from text_generation_shard.engines.torch.engine.runner import Runner
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
 from text_generation_shard.engines.torch.weights.load import load
 

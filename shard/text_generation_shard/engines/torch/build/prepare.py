@@ -15,14 +15,10 @@ from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.eagle_config import read_eagle
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig, PredictionConfig, dequantized
 from text_generation_shard.engines.torch.models.native.parameters import PredictionWeights
-from text_generation_shard.engines.torch.models.native.prediction_config import (
-    COUNTS,
-    PredictionConfig,
-    dequantized,
-)
+from text_generation_shard.engines.torch.models.native.prediction_names import COUNTS
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.weights.load import plan_loading

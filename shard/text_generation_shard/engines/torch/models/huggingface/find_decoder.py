@@ -39,13 +39,13 @@ from text_generation_shard.engines.torch.models.huggingface.probe import (
     random_like,
     run_without_layers,
 )
-from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
 from text_generation_shard.engines.torch.models.native.decoder import (
     AttentionPart,
     Decoder,
     DecoderLayer,
     DecoderWeights,
 )
+from text_generation_shard.engines.torch.models.native.model_config import DecoderNumbers
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))

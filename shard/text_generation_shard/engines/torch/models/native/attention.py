@@ -9,8 +9,8 @@ from torch import Tensor
 from text_generation_shard.engines.torch.layers.linear import ParallelLinear
 from text_generation_shard.engines.torch.layers.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.layers.rope import head_order
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import AttentionPart
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections, of_heads
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard

@@ -21,7 +21,7 @@ from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.buffers import Activations, LayerBuffers
-from text_generation_shard.engines.torch.models.native.config import DecoderNumbers
+from text_generation_shard.engines.torch.models.native.model_config import DecoderNumbers
 from text_generation_shard.engines.torch.models.native.state_layer import StateLayer
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 

@@ -14,8 +14,9 @@ from reprlib import repr as shortened
 from typing import Any
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.models.native.config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.models.native.prediction_config import PredictionConfig, PredictionNames
+from text_generation_shard.engines.torch.models.native.config import read_model_config
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig, PredictionConfig
+from text_generation_shard.engines.torch.models.native.prediction_names import PredictionNames
 from text_generation_shard.engines.torch.weights.checkpoint import Checkpoint
 from text_generation_shard.json_object import JsonObject
 

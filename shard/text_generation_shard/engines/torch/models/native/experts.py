@@ -13,7 +13,7 @@ from text_generation_shard.engines.torch.layers.mlp import DenseMLP
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.layers.quantized.choice import quantized_experts
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.parameter import OtherSource, ParameterShard
 

@@ -10,7 +10,7 @@ from text_generation_shard.engines.torch.models.native.expert_config import (
 )
 from text_generation_shard.engines.torch.models.native.family import ATTENTION_BIAS, MLP_BIAS, Family, NormNames
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
-from text_generation_shard.engines.torch.models.native.prediction_config import MIMO, NEXTN
+from text_generation_shard.engines.torch.models.native.prediction_names import MIMO, NEXTN
 from text_generation_shard.engines.torch.models.native.state_families import STATE_FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import TEXT_PARTS
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from text_generation_shard.engines.torch.models.native.expert_config import ExpertFamily
 from text_generation_shard.engines.torch.models.native.latent_config import LatentSizes
-from text_generation_shard.engines.torch.models.native.prediction_config import PredictionNames
+from text_generation_shard.engines.torch.models.native.prediction_names import PredictionNames
 from text_generation_shard.engines.torch.models.native.state_config import StateFamily
 
 Flag = bool | tuple[str, bool]

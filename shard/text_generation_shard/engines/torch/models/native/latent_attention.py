@@ -17,8 +17,8 @@ from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Pr
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
 from text_generation_shard.engines.torch.layers.ops import Ops, ResidualStream
 from text_generation_shard.engines.torch.models.native.buffers import LayerBuffers
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import AttentionPart, AttentionPlace
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.projections import AnyLinear, LayerProjections, of_heads
 from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
 from text_generation_shard.engines.torch.weights.parameter import ParameterShard

@@ -20,13 +20,12 @@ from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.models.native.adapters import ModelAdapters
 from text_generation_shard.engines.torch.models.native.attention import AttentionWeights
-from text_generation_shard.engines.torch.models.native.config import ModelConfig
 from text_generation_shard.engines.torch.models.native.decoder import DecoderLayer, DecoderWeights, PredictionPart
 from text_generation_shard.engines.torch.models.native.delta_net import GatedDeltaNet
 from text_generation_shard.engines.torch.models.native.experts import Experts, ExpertsBesideMLP, shares_form
 from text_generation_shard.engines.torch.models.native.latent_attention import LatentAttention
 from text_generation_shard.engines.torch.models.native.mamba import Mamba
-from text_generation_shard.engines.torch.models.native.prediction_config import PredictionConfig, dequantized
+from text_generation_shard.engines.torch.models.native.model_config import ModelConfig, PredictionConfig, dequantized
 from text_generation_shard.engines.torch.models.native.projections import LayerProjections
 from text_generation_shard.engines.torch.models.native.state_config import Multipliers
 from text_generation_shard.engines.torch.models.native.state_layer import ShortConvolution

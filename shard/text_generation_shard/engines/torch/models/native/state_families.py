@@ -10,7 +10,7 @@ from text_generation_shard.engines.torch.models.native.family import (
     NormNames,
     TensorNames,
 )
-from text_generation_shard.engines.torch.models.native.prediction_config import MTP
+from text_generation_shard.engines.torch.models.native.prediction_names import MTP
 from text_generation_shard.engines.torch.models.native.state_config import (
     DELTA_NET_FIELDS,
     MAMBA_FIELDS,
