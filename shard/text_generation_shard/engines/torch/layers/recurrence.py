@@ -156,12 +156,13 @@ def _piece(parts: Sequence[Tensor], state: Tensor, *, delta: bool) -> tuple[Tens
     `parts` [heads, tokens, …] are queries, keys, values, the logarithms of decays, and the sizes of steps or betas.
     """
     queries, keys, values, decays, sizes = parts
-    total = decays.cumsum(1)
+    # Sums are in the hundreds where decays are fast: their differences in float32 are wrong by 1e-5.
+    total = decays.cumsum(1, dtype=torch.float64)
+    between, rest = total.unsqueeze(2) - total.unsqueeze(1), total[:, -1:] - total
     # Masked before exp: the differences of later tokens are positive and may overflow.
-    between = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(
-        torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).triu(1), -torch.inf
-    )
-    between, since = between.exp(), total.exp().unsqueeze(2)
+    later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).triu(1)
+    between = between.to(decays.dtype).masked_fill(later, -torch.inf).exp()
+    rest, since = (each.to(decays.dtype).exp().unsqueeze(2) for each in (rest, total))
     updates = sizes.unsqueeze(2) * values
     if delta:
         scaled = sizes.unsqueeze(2) * keys
@@ -171,5 +172,4 @@ def _piece(parts: Sequence[Tensor], state: Tensor, *, delta: bool) -> tuple[Tens
         updates, reads = solved[..., : values.shape[2]], solved[..., values.shape[2] :]
         updates = updates - reads @ state
     out = (queries * since) @ state + ((queries @ keys.transpose(1, 2)) * between) @ updates
-    rest = (total[:, -1:] - total).exp().unsqueeze(2)
     return out, state * since[:, -1:] + (keys * rest).transpose(1, 2) @ updates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -122,6 +123,22 @@ def test_recurrences(case: Case, kind: str, keys: int, values: int, device: torc
     # The interpreter does not round the operands of products.
     rounds = device.type == "cuda" and case.chunks
     check(out, expected, states, expected_states, case, 5e-3 if rounds else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["delta", "selective"])
+def test_plain_torch_is_exact_where_decays_are_fast(kind: str, device: torch.device) -> None:
+    rows, own = rows_of(CASES["a new prompt"], device), random_recurrence(kind, 16, 20, device)
+    own = replace(own, decay=torch.linspace(1.0, 12.0, own.heads, device=device), step_limits=(0.0, math.inf))
+    widths = [own.value_start + own.heads * 20, own.heads, *([own.heads] if own.delta else [])]
+    inputs = [torch.randn(len(rows.positions), width, device=device) for width in widths]
+    inputs[1] *= 4  # some decays are fast, others slow
+    outs = []
+    for dtype in (torch.float32, torch.float64):
+        qkv, steps, betas, *_ = (*(each.to(dtype) for each in inputs), None)
+        states = torch.zeros(BLOCKS + 1, own.heads, 16, 20, device=device, dtype=dtype)
+        drafted = torch.empty(BLOCKS + 1, 0, own.draft_width, device=device)
+        outs.append(recurrence.scan(qkv, steps, betas, own, states, drafted, rows))
+    assert relative_error(*outs) < 1e-6
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
