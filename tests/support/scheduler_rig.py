@@ -114,6 +114,7 @@ class Rig:
         grammar: Grammar | None = None,
         adapter: str = "",
         progress: RequestProgress | None = None,
+        turn_ends: tuple[int, ...] = (),
         **service: object,
     ) -> int:
         """Submit a request for `prompt`, or for a unique prompt of that length; return its number."""
@@ -128,6 +129,7 @@ class Rig:
             logprobs=LogprobOptions(prompt=prompt_logprobs),
             grammar=grammar,
             adapter=adapter,
+            turn_ends=turn_ends,
             qos=QualityOfService(**service),  # type: ignore[arg-type]
         )
         self.receive(self.scheduler.submit(request, self.now, progress))

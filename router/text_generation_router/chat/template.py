@@ -9,6 +9,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Self
 
 import orjson
@@ -37,7 +38,7 @@ QUESTION: Json = {"role": "user", "content": "¿?"}
 ANSWERED: list[Json] = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
 CALL: Json = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
 CALLED: list[Json] = [
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "", "reasoning_content": QUESTION["content"], "tool_calls": [CALL]},
     {"role": "tool", "content": "!", "tool_call_id": CALL["id"], "name": "f"},
 ]
 """The ways in which a chat goes on. Templates of Mistral refuse other ids."""
@@ -134,13 +135,17 @@ class TemplateRenderer:
     async def _last_part(self, conversation: Conversation, text: str, way: list[Json], tenant: TenantId) -> str | None:
         """Return the end that is not repeated if the chat goes on in a `way`; None if it is not known.
 
-        It is the same in all prompts, unless a template moves the system message or the tools into the last question.
+        It is the same in all prompts, unless a template moves the system message or the tools into the last question, or drops the
+        reasoning before it. The latter is told with the first call after a question: where that ends, a checkpoint stays then.
         """
         messages = conversation.messages
         system = messages[:1] if messages[0].get("role") == "system" else []
-        key = orjson.dumps([conversation.template_kwargs, bool(system), bool(conversation.tools), way is CALLED])
+        own = [*takewhile(lambda role: role != "user", (message.get("role") for message in reversed(messages)))]
+        calls = CALLED if own[:1] == ["tool"] and own.count("assistant") == 1 else []
+        settings = bool(system), bool(conversation.tools), way is CALLED, bool(calls)
+        key = orjson.dumps([conversation.template_kwargs, *settings])
         if key not in self._last_parts and len(key) <= MAX_ARGUMENTS:
-            short = replace(conversation, messages=[*system, QUESTION], continue_final_message=False)
+            short = replace(conversation, messages=[*system, QUESTION, *calls], continue_final_message=False)
             part = None
             with suppress(TemplateError):
                 part = await self._not_repeated(short, await self.render(short, tenant), way, tenant)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.checkpoints import StateCheckpoint, checkpoints
+from text_generation_router.scheduling.checkpoints import StateCheckpoint, checkpoints, turn_blocks
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, PendingPrompts
 from text_generation_router.scheduling.host_cache import HostCache
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks, ReplicaSpec
@@ -113,7 +113,8 @@ class KVCache:
             ]
         if self.states is not None:
             wanted = self._checkpoints(sequence, prefix.branch)
-            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded)
+            ends = turn_blocks(sequence.request.turn_ends, sequence.length, self.block_size)
+            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded, again=count in ends)
         sequence.committed_blocks = prefix.blocks
         sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
 

@@ -75,10 +75,12 @@ class StatePool(WindowPool):
         """Return True if there is a block for a sequence that continues from `prefix`, its checkpoint or none."""
         return self.available > sum(1 for block in prefix if not block.holders)
 
-    def start(self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint], loaded: int = 0) -> HeldStates:
+    def start(
+        self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint], loaded: int = 0, *, again: bool = False
+    ) -> HeldStates:
         """Return what a sequence holds that continues from `prefix`, its checkpoint or none.
 
-        `loaded`: the position of one that is loaded, to a block of its own; 0: none is.
+        `loaded`: the position of one that is loaded, to a block of its own; 0: none is. `again`: its next turn can continue there too.
         """
         if loaded:
             prefix = (self._take(),)
@@ -86,7 +88,8 @@ class StatePool(WindowPool):
         else:
             self.keep(prefix)
         for block in prefix:
-            block.uses += 1
+            # The use that lets the next checkpoint replace it is that of the next turn.
+            block.uses += not (again and wanted)
         return HeldStates(self._take(), prefix, wanted)
 
     def chunk_scheduled(self, held: HeldStates, end: int) -> tuple[int, ...]:

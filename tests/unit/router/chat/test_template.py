@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from text_generation_router.chat.conversation import Conversation, Json
+from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError
@@ -152,6 +153,23 @@ async def test_the_next_turn_repeats_the_prompt_but_for_its_last_part(name: str)
             turns = [*messages, answer, {"role": "user", "content": "And?"}]
             later = await renderer.render(Conversation(turns, template_kwargs=given))
             assert later.startswith(prompt.removesuffix(part))
+
+
+async def test_a_further_question_drops_the_reasoning_before_a_call() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    called: list[Json] = [
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "Ah.", "tool_call_id": "1"},
+    ]
+    async with a_renderer((Path(__file__).parent / "templates/qwen3.jinja").read_text()) as renderer:
+        question = Conversation([{"role": "user", "content": "Hello"}], tools=[Tool("look")])
+        before = await renderer.render(question)
+        first, second = (replace(question, messages=[*question.messages, *called * count]) for count in (1, 2))
+        prompt = await renderer.render(first)
+        # The next prompt has <tool_call> in the place of <think>.
+        assert await renderer.last_parts(first, prompt, DEFAULT_TENANT) == {"", prompt.removeprefix(f"{before}<t")}
+        # Later calls are not rendered again: the checkpoint is there.
+        assert await renderer.last_parts(second, await renderer.render(second), DEFAULT_TENANT) == {""}
 
 
 async def test_of_a_template_that_refuses_a_short_conversation_no_last_part_is_known() -> None:

@@ -68,6 +68,25 @@ def test_of_a_chat_the_last_checkpoint_stays_longest_and_of_branches_all() -> No
     check_scheduler(rig.scheduler)
 
 
+def test_a_checkpoint_where_another_turn_can_continue_is_replaced_by_that_turn() -> None:
+    """The calls of a tool follow the question with reasoning that the next question drops."""
+    rig = Chats(states=8)
+    question, end = words(1, 4 * BLOCK + 1), 4 * BLOCK
+    rig.hit(question)
+    for number in range(1, 5):
+        calls = (*question, *words(100, 2 * BLOCK * number))
+        ends = (end, len(calls)) if number == 1 else ()
+        assert rig.cached(rig.serve(calls, 2, turn_ends=ends)) == end + 2 * BLOCK * (number - 1)
+        for other in range(2):
+            rig.hit(words(1000 + 10 * number + other, BLOCK + 1))
+    following = (*question, *words(200, 3 * BLOCK))
+    assert rig.hit(following) == end
+    # The next question has replaced it.
+    rig.hit(words(2000, BLOCK + 1))
+    assert (rig.hit((*following, 7)), rig.hit((*question, 7))) == (7 * BLOCK, 0)
+    check_scheduler(rig.scheduler)
+
+
 def test_a_shared_prompt_is_computed_once_where_a_checkpoint_can_still_be_left() -> None:
     rig = Chats(states=9)
     shared = words(1, 6 * BLOCK)
