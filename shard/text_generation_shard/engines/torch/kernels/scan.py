@@ -86,6 +86,11 @@ def scan(
         updates = torch.empty_like(out)
         reads = torch.empty(len(qkv), heads * recurrence.key_width, dtype=qkv.dtype, device=qkv.device)
         pieces = triton.cdiv(rows.longest_chunk, _PIECE)
+        # Narrower products read other shared memory: ptxas of CUDA 12.8 takes a wrong register for their descriptors.
+        widths = {
+            "KEY_BLOCK": max(key_block, _PIECE),
+            "VALUE_BLOCK": max(triton.next_power_of_2(value_width), _PIECE),
+        }
         _solve_kernel[(len(rows.chunks) * heads, pieces)](
             *inputs,
             *numbers,
@@ -94,8 +99,7 @@ def scan(
             rows.ends,
             rows.decoding,
             *strides,
-            **shape,
-            VALUE_BLOCK=max(triton.next_power_of_2(value_width), 16),
+            **shape | widths,
             PIECE=_PIECE,
         )
     _chunk_kernel[(len(rows.chunks) * heads, triton.cdiv(value_width, _COLUMNS))](
