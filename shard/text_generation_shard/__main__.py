@@ -29,7 +29,6 @@ that writes its reports."""
 
 
 def main() -> None:
-    """Run a shard until a signal stops it."""
     config = parse_config(ShardConfig)
     if config.print_config:
         print_own_config(config.process_name, config)

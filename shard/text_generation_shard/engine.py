@@ -156,8 +156,6 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A sequence that ended with an error."""
-
     slot: int
     code: FailureCode
     message: str
@@ -337,7 +335,6 @@ class SynchronousEngine:
 
 
 def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
-    """Return the first problem of a new sequence, or None."""
     return (
         _prompt_problem(sequence, info)
         or media_problem(sequence.media, len(sequence.prompt) - sequence.generated_tokens, info.max_images)

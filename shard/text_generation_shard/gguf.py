@@ -82,7 +82,6 @@ def convert(gguf: Path, folder: Path, chat_template: str = "") -> None:
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
-    """Convert the file of the command line."""
     if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
         sys.stderr.write(f"usage: {COMMAND} FILE.gguf FOLDER\n")
         return ExitCode.STOPPED if {"-h", "--help"}.intersection(arguments) else ExitCode.USAGE

@@ -117,7 +117,6 @@ class JsonObject:
         return replace(self, advice=f"; {advice}")
 
     def merged(self, values: Mapping[str, Any]) -> Self:
-        """Return the same object, updated with `values`."""
         return replace(self, values={**self.values, **values})
 
     def get(self, key: str) -> Any:  # noqa: ANN401 – JSON

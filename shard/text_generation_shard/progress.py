@@ -37,7 +37,6 @@ class StepMonitor:
         self._silence = Silence()
 
     def begin(self) -> None:
-        """Record the start of a step."""
         self._begun += 1
         self._busy = True
 

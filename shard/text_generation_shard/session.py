@@ -87,7 +87,6 @@ class EngineSession:
         self._put(None)
 
     def report(self) -> None:
-        """Send a report at the next boundary, also if there is nothing new."""
         self._put(None)
 
     def _put(self, orders: Orders | None) -> None:

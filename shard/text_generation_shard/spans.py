@@ -61,7 +61,6 @@ class SequenceSpans:
         self._fail(failures, now)
 
     def stepped(self, result: StepResult, took_ns: int) -> None:
-        """Record a step that has just ended."""
         traced = self._traced
         if not traced:
             return

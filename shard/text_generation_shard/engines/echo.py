@@ -43,8 +43,6 @@ LOGPROB = -0.5
 
 @dataclass
 class EchoEngine(SynchronousEngine):
-    """The echo engine, scheduled step by step."""
-
     info: EngineInfo
     num_blocks: int
     step_s: float
@@ -159,7 +157,6 @@ class EchoEngine(SynchronousEngine):
         return self.step_s + self.prefill_s * sum(prompts) + self.decode_s * (len(rows) - len(prompts))
 
     def sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
-        """Return the next tokens of sequences."""
         output = SamplerOutput([], [LOGPROB] * len(sequences))
         for index, sequence in enumerate(sequences):
             period = sequence.prompt_length - sequence.generated_before

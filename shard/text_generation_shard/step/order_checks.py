@@ -38,14 +38,12 @@ def new_sequence_problem(
 
 
 def states_problem(groups: Groups, sequence: Sequence, group: int, count: int) -> str | None:
-    """Return the problem of `count` more blocks of a group for `sequence`."""
     if groups[group].is_state and (count != 1 or sequence.computed + sequence.chunk >= sequence.prompt_length):
         return "a state is added after the prompt, or not alone"
     return None
 
 
 def blocks_problem(groups: Groups, group: int, blocks: tuple[int, ...]) -> str | None:
-    """Return the problem of the numbers of blocks of a group."""
     if group >= len(groups):
         return f"there is no group {group} of KV blocks"
     num_blocks = groups[group].num_blocks
@@ -55,7 +53,6 @@ def blocks_problem(groups: Groups, group: int, blocks: tuple[int, ...]) -> str |
 
 
 def chunk_problem(sequence: Sequence, tokens: int, block_size: int) -> str | None:
-    """Return the problem of a chunk that is ordered."""
     end = sequence.computed + sequence.chunk + tokens
     if tokens < 1 or end > sequence.prompt_length:
         return f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"

@@ -160,7 +160,6 @@ class Sequence:
         return next((first for first, after in self.whole_images if first < end < after), end) - self.computed
 
     def update_end(self, block_size: int) -> None:
-        """Recompute `end` after the blocks changed."""
         self.end = min(self.last, min(map(len, self.tables)) * block_size)
 
     def report_scores(self, result: StepResult) -> None:

@@ -94,7 +94,6 @@ class SequenceTable:
         return before + last if self.runs_ahead else last
 
     def uses(self, adapter: str) -> bool:
-        """Return True if a sequence has this LoRA adapter."""
         return any(sequence.adapter == adapter for sequence in self.sequences.values())
 
     def set_adapter(self, name: str, *, held: bool) -> EngineInfo:
@@ -104,7 +103,6 @@ class SequenceTable:
         return self.info
 
     def clear(self) -> None:
-        """Drop every sequence."""
         for slot in list(self.sequences):
             self._remove(slot)
         self._chunked.clear()

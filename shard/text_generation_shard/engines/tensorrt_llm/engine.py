@@ -58,8 +58,6 @@ class EngineBroken(RuntimeError):
 
 
 class TensorRTEngine:
-    """The engine protocol over TensorRT-LLM. Made by `build.build`."""
-
     def __init__(
         self,
         llm: LLM,

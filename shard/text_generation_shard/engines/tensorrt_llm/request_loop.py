@@ -58,11 +58,9 @@ class RequestLoop:
     # ---------------------------------------------------------------------------------------- from the engine's thread
 
     def start(self, stream: Stream, arguments: Mapping[str, Any]) -> None:
-        """Submit the request of `stream` with these arguments of `generate_async`."""
         self.loop.call_soon_threadsafe(self._start, stream, arguments)
 
     def drop(self, stream: Stream) -> None:
-        """Abort the request and discard its later output."""
         stream.dropped = True
         self.loop.call_soon_threadsafe(self._abort, stream)
 

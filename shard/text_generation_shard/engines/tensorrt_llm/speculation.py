@@ -28,8 +28,6 @@ _SPELLED = {"DraftTarget": "Draft_Target", "Auto": "AUTO"}
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter of an engine."""
-
     argument: object
     """The value of `speculative_config` for the installed version."""
     kind: str

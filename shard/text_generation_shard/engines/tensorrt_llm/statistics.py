@@ -55,7 +55,6 @@ class IterationStatistics:
         threading.Thread(target=self._run, name="tensorrt-llm statistics", daemon=True).start()
 
     def close(self) -> None:
-        """Stop polling."""
         self._closing.set()
 
     def poll(self) -> None:

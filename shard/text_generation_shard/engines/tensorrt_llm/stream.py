@@ -49,7 +49,6 @@ class StreamUpdate:
     failure: tuple[FailureCode, str] | None = None
 
     def extend(self, later: StreamUpdate) -> None:
-        """Append the next update of the same stream."""
         self.token_ids = [*self.token_ids, *later.token_ids]
         self.logprobs = [*self.logprobs, *later.logprobs]
         self.tops = [*self.tops, *later.tops]
@@ -61,7 +60,6 @@ class StreamUpdate:
 
     @property
     def is_end(self) -> bool:
-        """True if the stream ended with this update."""
         return self.finish is not None or self.failure is not None
 
 

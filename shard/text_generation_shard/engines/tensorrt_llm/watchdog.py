@@ -58,11 +58,9 @@ class Watchdog:
         self._closing = threading.Event()
 
     def start(self) -> None:
-        """Start checking."""
         threading.Thread(target=self._run, name="tensorrt-llm watchdog", daemon=True).start()
 
     def watch(self, processes: Sequence[Process]) -> None:
-        """Set the processes that must stay alive."""
         self._processes = processes
 
     def close(self) -> None:

@@ -68,8 +68,6 @@ class PlainStep(Step):
 
 
 class CpuStep(PlainStep):
-    """Implements `Step`."""
-
     def __init__(
         self,
         batch: StepBatch,

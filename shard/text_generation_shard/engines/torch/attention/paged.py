@@ -70,7 +70,6 @@ class AttentionPlan:
         self._buffer = torch.empty(largest * BLOCK_SIZE, device=shape.device, dtype=shape.dtype)
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules) -> Tensor:
-        """Return the attention of a layer, as `Step.attend` does."""
         results = [self._attend(planned, layer, queries, rules) for planned in self._groups]
         return results[0] if len(results) == 1 else torch.cat(results)
 

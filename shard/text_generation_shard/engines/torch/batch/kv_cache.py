@@ -107,7 +107,6 @@ class CacheShape:
 
     @property
     def scales(self) -> Mapping[int, Tensor]:
-        """As in `Fp8Cache`."""
         return {} if self.fp8 is None else self.fp8.scales
 
     @cached_property

@@ -92,7 +92,6 @@ class StateRows:
 
     @property
     def longest_chunk(self) -> int:
-        """Number of tokens of the longest chunk."""
         return max(chunk.length for chunk in self.chunks)
 
 

@@ -155,7 +155,6 @@ class StepPlan:
         return plan
 
     def column(self, name: str) -> Ints:
-        """Return a view of one of COLUMNS."""
         start, end = self.bounds[_COLUMN[name]]
         return self.numbers[start:end]
 
@@ -171,12 +170,10 @@ class StepPlan:
 
     @property
     def longest_chunk(self) -> int:
-        """Number of tokens of the longest chunk."""
         return int(np.diff(self.column("query_indptr")).max())
 
     @property
     def num_sampling(self) -> int:
-        """Number of tokens that are sampled."""
         return self.sizes.sampling if self.sizes.chunks else self.sizes.tokens
 
 

@@ -161,7 +161,6 @@ def check_prediction(config: ShardConfig, own: PredictionConfig, device: torch.d
 
 
 def longest_draft(config: ShardConfig, device: torch.device, *, has_states: bool) -> int:
-    """Return the number of tokens of the longest drafts."""
     if config.speculate != "auto":
         return int(config.speculate)
     # Drafts of models with states were not measured on a GPU.
@@ -227,7 +226,6 @@ def check_checkpoint(config: ShardConfig, model_config: ModelDescription) -> Non
 def engine_info(
     config: ShardConfig, model_config: ModelDescription, device: torch.device, grammars: Grammars | None
 ) -> EngineInfo:
-    """Return the description of the engine that `config` asks for."""
     if isinstance(model_config, ModelConfig):
         drafted = longest_draft(config, device, has_states=model_config.states is not None)
     else:  # the library cannot take drafts back from a state

@@ -96,7 +96,6 @@ class DeviceEvent:
         """Time of the record on a CPU, in nanoseconds."""
 
     def record(self) -> None:
-        """Record the event after everything launched so far."""
         if self._event is None:
             self._at = time.perf_counter_ns()
         else:
@@ -125,7 +124,6 @@ class EventRecorder:
         self._index = 0
 
     def record(self) -> DeviceEvent:
-        """Record an event after all work launched so far."""
         self._index = (self._index + 1) % self.RING_SIZE
         event = self._events[self._index]
         event.record()

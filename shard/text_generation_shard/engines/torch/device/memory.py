@@ -25,7 +25,6 @@ def keep_freed_memory() -> None:
 
 
 def reset_peak() -> None:
-    """Restart the measurement of peak memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -51,7 +50,6 @@ class DeviceMemory:
         self._fraction = fraction
 
     def begin_measuring(self) -> None:
-        """Measure peak memory from here on."""
         if self._device.type != "cuda":
             reset_peak()
             return

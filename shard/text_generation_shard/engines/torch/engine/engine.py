@@ -54,8 +54,6 @@ GREEDY_ROW = SamplingRow(GREEDY, 0, 0)
 
 
 class TorchEngine(SynchronousEngine):
-    """The engine described in the module docstring."""
-
     def __init__(
         self,
         info: EngineInfo,
@@ -226,7 +224,6 @@ class TorchEngine(SynchronousEngine):
                 part.close()
 
     def _pause(self) -> None:
-        """Note that there is nothing to compute."""
         self._recorded_at = 0.0
         if self._trace is not None:
             self._trace.pause()
@@ -320,7 +317,6 @@ class TorchEngine(SynchronousEngine):
         return result
 
     def _learn(self, step: StepInFlight, result: StepResult) -> None:
-        """Tell the drafter of a recorded step."""
         if self.drafter is None:
             return
         now, before = time.perf_counter(), self._recorded_at

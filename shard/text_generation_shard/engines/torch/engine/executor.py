@@ -235,7 +235,6 @@ class Executor:
             self._unconfirmed.clear()
 
     def begin_measuring(self) -> None:
-        """Measure peak memory from here on."""
         self._broadcast(WorkerCommand.BEGIN_MEASURING)
         self._memory.begin_measuring()
 

@@ -39,17 +39,14 @@ class Predictions:
         self._sequences = {each for each, start, length, _ in self._rows if len(each.tokens) > start + 1}
 
     def forget(self) -> None:
-        """Drop the rows."""
         self._rows = []
         self._sequences.clear()
 
     @property
     def has_prompts(self) -> bool:
-        """True if the last step had chunks of prompts."""
         return any(is_chunk for *_, is_chunk in self._rows)
 
     def may_follow(self, sequence: Sequence) -> bool:
-        """Return True if there can be drafts of the sequence."""
         return sequence in self._sequences
 
     def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:

@@ -63,8 +63,6 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Output of a step on the device."""
-
     normed: Tensor
     """[tokens, hidden]: input of the LM head."""
     logits: Tensor | None
@@ -158,7 +156,6 @@ class Runner(ABC):
         return 0
 
     def padding(self, rows: int, updates: int) -> Padding:
-        """Return the size of the plan of a decode step."""
         return Padding(rows, updates, self._max_slots, (0, 0))
 
     def drop_graphs(self) -> None:  # noqa: B027 – most devices have none

@@ -20,8 +20,6 @@ from text_generation_shard.step.sequence import StepRows
 
 
 class StepTrace:
-    """Writes the trace file."""
-
     def __init__(self, path: str) -> None:
         try:
             self._file = Path(path).open("wb")  # noqa: SIM115 – closed by `close`

@@ -144,5 +144,4 @@ def with_host_blocks(
 
 
 def blocks_for(tokens: int) -> int:
-    """Return the number of blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK_SIZE)

@@ -50,8 +50,6 @@ class WorkerCommand(IntEnum):
 
 
 class TPWorker:
-    """Executes the commands on this rank's device."""
-
     def __init__(
         self,
         runner: Runner,

@@ -39,7 +39,6 @@ class Rope:
     """Queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original_max_positions⌋) after the rotation."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the number of rotated dimensions of a head."""
         if self.type == "proportional":
             return 2 * int(head_dim * self.partial // 2)
         return int(head_dim * self.partial)

@@ -91,7 +91,6 @@ class LeaderChannel(_Channel):
         return [_ANSWER.unpack(peer.read(bytearray(_ANSWER.size)))[0] for peer in self._peers]
 
     def close(self) -> None:
-        """Send GOODBYE and close."""
         for follower in self._peers:
             follower.leaving = True  # a follower may exit as soon as it reads GOODBYE
         with suppress(GroupBroken):

@@ -122,7 +122,6 @@ class _MeetingListener:
         self.listener.close()
 
     def accept(self) -> None:
-        """Accept connections until `stop`."""
         while not self.stopped:
             try:
                 connection, peer = self.listener.accept()
@@ -213,7 +212,6 @@ def _greeted_by(message: bytes, connection: socket.socket, size: int, connected:
 
 
 def _missing_ranks(size: int, connected: Container[int]) -> str:
-    """Return the names of the ranks above 0 that are not `connected`."""
     ranks = [rank for rank in range(1, size) if rank not in connected]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 

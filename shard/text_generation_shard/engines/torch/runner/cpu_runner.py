@@ -16,8 +16,6 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
 class CpuRunner(Runner):
-    """Implements `Runner`."""
-
     def __init__(
         self,
         model: Model,

@@ -52,7 +52,6 @@ def _penalizes_output(sampling: Sampling) -> bool:
 
 
 def apply_penalties(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Run every stage on the rows that use it."""
     for i, row in enumerate(rows):
         if row.sampling.watermark:
             _watermark(scores[i], row.last_token)
@@ -141,14 +140,12 @@ def _suppress(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -
 
 
 def _entries(scores: Tensor, tokens_of: Iterable[tuple[int, Sequence[int]]]) -> Entries:
-    """Return the entries of some tokens of some rows."""
     pairs = [(i, token) for i, tokens in tokens_of for token in tokens]
     columns = upload([number for pair in pairs for number in pair], torch.int64, scores.device).view(-1, 2)
     return columns[:, 0], columns[:, 1]
 
 
 def _mask(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> None:
-    """Forbid the tokens that the grammar does not allow."""
     masks = [mask for i in indices if (mask := rows[i].allowed) is not None]
     forbidden = upload_rows(masks, scores.device).logical_not_()
     if len(indices) == len(rows):

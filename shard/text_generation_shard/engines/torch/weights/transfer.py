@@ -83,7 +83,6 @@ class PinnedCopier:
                 copied.record(self._stream)
 
     def wait(self) -> None:
-        """Wait until all copies are complete."""
         self._stream.synchronize()
 
 

@@ -161,12 +161,10 @@ def share_conversions(whole: LibraryConfig, model_class: LibraryModel) -> None:
 
 
 def register_attention(name: str, function: Callable[..., object]) -> None:
-    """Make `function` the attention of models whose config asks for `name`."""
     ALL_ATTENTION_FUNCTIONS.register(name, function)
 
 
 def new_cache(config: LibraryConfig) -> Any:  # noqa: ANN401 – see LibraryModel
-    """Return an empty cache of the library for one sequence."""
     return DynamicCache(config=config)
 
 

@@ -93,7 +93,6 @@ class TransformersModel:
         return dtype
 
     def refusal(self, reason: str) -> EngineError:
-        """Return the error that refuses this model."""
         return EngineError(f"{self.architecture} is not served by transformers: {reason}")
 
     def failure(self, error: Exception) -> EngineError:

@@ -128,8 +128,6 @@ def run_without_layers(base: Module, layers: Sequence[Module], positions: Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A rotation that a layer may have."""
-
     rotary: RotaryEmbedding
     order: list[int] | None
     """The dimension of the library's head at each of ours: see `head_order`."""

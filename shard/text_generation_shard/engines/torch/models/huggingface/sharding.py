@@ -216,14 +216,12 @@ def _part_of(x: Tensor, tp: TensorParallelRank) -> Tensor:
 
 
 def _sum(output: Tensor, group: ParallelGroup) -> Tensor:
-    """Return the sum of the outputs of all ranks."""
     output = output.contiguous()
     group.all_reduce(output.view(-1, output.shape[-1]))
     return output
 
 
 def _gather(output: Tensor, group: ParallelGroup) -> Tensor:
-    """Return the concatenated outputs of all ranks."""
     rows = output.reshape(-1, output.shape[-1]).contiguous()
     whole = rows.new_empty(len(rows), group.tp.world_size * rows.shape[1])
     group.all_gather_last_dim(rows, whole)

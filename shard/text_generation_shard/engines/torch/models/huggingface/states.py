@@ -63,7 +63,6 @@ class LibraryStates:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         return sum(state.shape[1:].numel() * state.itemsize for state in self.pools)
 
     @contextmanager
@@ -151,7 +150,6 @@ class LibraryStates:
 
 
 def state_layers(model: LibraryModel) -> list[LibraryModule]:
-    """Return the layers of a model that have a state."""
     return [module for module in model.modules() if _state_argument(module)]
 
 

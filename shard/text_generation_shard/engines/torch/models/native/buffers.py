@@ -22,7 +22,6 @@ class LayerBuffers:
     """[tokens, mixed_width]: its output."""
 
     def first(self, tokens: int) -> "LayerBuffers":
-        """Return views of the first `tokens` rows."""
         buffers = self.qkv, self.queries, self.attended, self.projected, self.mixed
         return LayerBuffers(*(_first(buffer, tokens) for buffer in buffers))
 
@@ -39,11 +38,9 @@ class Activations:
     """For each layer, in the same memory; layers of the same widths have the same ones. Empty without buffers."""
 
     def of(self, layer: int) -> "LayerBuffers":
-        """Return the buffers of a layer."""
         return self.layers[layer] if self.layers else LayerBuffers()
 
     def first(self, tokens: int) -> "Activations":
-        """Return views of the first `tokens` rows."""
         views = {id(each): each.first(tokens) for each in self.layers}
         layers = [views[id(each)] for each in self.layers]
         return Activations(_first(self.residual, tokens), _first(self.normed, tokens), layers)

@@ -23,7 +23,6 @@ class LatentSizes:
     """Numbers of a value; 0: hidden_size / num_attention_heads."""
 
     def weights(self, hidden_size: int, heads: int) -> int:
-        """Return the number of weights in the projections of a layer."""
         queries = heads * (self.plain + self.rotated)
         of_queries = self.query_rank * (hidden_size + queries) if self.query_rank else hidden_size * queries
         row = hidden_size * (self.rank + self.rotated)

@@ -93,7 +93,6 @@ class StateConfig:
         )
 
     def layer_weights(self, hidden_size: int) -> int:
-        """Return the number of weights in the projections of a layer."""
         if self.family.kind == "short_convolution":
             return 4 * hidden_size * hidden_size
         return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.heads)

@@ -64,7 +64,6 @@ class StateLayer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a block."""
         return sum(pool.shape[1:].numel() * pool.itemsize for pool in self.pools)
 
     def allocate(self, blocks: int) -> None:
@@ -98,7 +97,6 @@ class StateLayer:
         return [None] * len(self.inputs)
 
     def named_parameters(self) -> Parameters:
-        """Return the tensors to fill, by checkpoint name."""
         parameters: Parameters = {}
         for kind, tensor in (("weight", self._taps), ("bias", self._bias)):
             if tensor is not None:
@@ -108,7 +106,6 @@ class StateLayer:
         return parameters
 
     def process_weights_after_loading(self) -> None:
-        """Prepare the loaded weights for use."""
         for each, order in zip(self.inputs, self.input_orders(), strict=True):
             each.process_weights_after_loading(order)
         self.output.process_weights_after_loading()

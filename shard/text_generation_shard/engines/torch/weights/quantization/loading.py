@@ -67,7 +67,6 @@ class LoadingPlan:
         return None if self._scheme is None else self._scheme.format_of(name)
 
     def _name(self, key: str) -> str:
-        """Return the name of the tensor of a parameter."""
         return self._parts[key].name or key
 
     def _stored_name(self, key: str) -> str:

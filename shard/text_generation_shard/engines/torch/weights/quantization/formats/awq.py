@@ -36,8 +36,6 @@ LAYOUT = "gemm"
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat(GroupedIntegers):
-    """The format of AutoAWQ."""
-
     @property
     def label(self) -> str:
         return f"AWQ int{BITS} g{self.group_size}"
@@ -78,7 +76,6 @@ def _codes_of(words: Tensor, outputs: slice) -> Tensor:
 
 
 def read_awq(given: Mapping[str, Any]) -> AwqFormat:
-    """Read the format of a config of AWQ."""
     for key in ("version", "format", "checkpoint_format"):
         layout = given.get(key) or LAYOUT
         if str(layout).lower() != LAYOUT:

@@ -113,7 +113,6 @@ class EightBitFormat(WeightFormat):
 
 
 def _factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return the factor of each block."""
     absmax = tensors["absmax"]
     if absmax.dtype != torch.uint8:
         return absmax
@@ -123,7 +122,6 @@ def _factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
 
 
 def read_state(tensor: Tensor) -> dict[str, Any]:
-    """Return the JSON of a quant_state."""
     try:
         state = json.loads(bytes(tensor.tolist()))
     except (ValueError, RecursionError):

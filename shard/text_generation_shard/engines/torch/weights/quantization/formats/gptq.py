@@ -35,8 +35,6 @@ VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat(GroupedIntegers):
-    """A GPTQ format."""
-
     zero_offset: bool = True
     """True: the stored zero points are smaller by one. They are stored also if they are all the same."""
 
@@ -86,7 +84,6 @@ def check_groups(g_idx: Tensor | None, groups: int, name: str) -> None:
 
 
 def read_gptq(given: Mapping[str, Any]) -> GptqFormat:
-    """Read the format of a config of GPTQ."""
     version = str(given.get("checkpoint_format") or given.get("format") or "gptq")
     if version not in VERSIONS:
         raise UnsupportedSchemeError(f"gptq: checkpoint_format {version[:50]} is not supported, only gptq, gptq_v2")
