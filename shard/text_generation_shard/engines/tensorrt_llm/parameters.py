@@ -1,29 +1,17 @@
 """Map the parameters of a sequence to keywords of TensorRT-LLM's SamplingParams and generate_async.
 
-parameter                    TensorRT-LLM
+Most have the same names. Others, and their reasons:
+
 greedy                       top_k=1, which is greedy in every version
-temperature, top_k, top_p    the same names. temperature and top_p are always set: unset, the request would be greedy, for
-                             the C++ sampler also where both top_k and top_p are unset (setupTopKRuntimeArgs,
-                             cpp/tensorrt_llm/kernels/samplingTopKKernels.cu)
-min_p, seed                  the same, if the sampler supports them
-repetition_penalty           the same
+temperature, top_p           always set: unset, the request would be greedy, for the C++ sampler also where both top_k and
+                             top_p are unset (setupTopKRuntimeArgs, cpp/tensorrt_llm/kernels/samplingTopKKernels.cu)
 frequency_penalty (TGI)      frequency_penalty over prompt and output, as in TGI's own TensorRT-LLM backend
-output_frequency_penalty,    frequency_penalty, presence_penalty, with prompt_ignore_length to leave the prompt out
-output_presence_penalty
-logit_bias                   embedding_bias, a value for every token of the vocabulary
-allowed_token_ids            the same, with −1e9 for all other tokens
-eos_token_ids                end_id for one, stop_token_ids for the others; ignore_eos if there are none
-stop_token_ids               stop_token_ids, with include_stop_str_in_output so that reported tokens are never removed
-min_new_tokens               min_tokens
+output_frequency_penalty     frequency_penalty, with prompt_ignore_length to leave the prompt out; output_presence_penalty too
+stop_token_ids               with include_stop_str_in_output, so that reported tokens are never removed
 max_new_tokens               max_tokens, always set (default 32)
 tokens, top_n                logprobs, at least 1: 0 means none in 1.2 and the chosen token only in 1.3. Left out unless the
                              request needs them: they cost time, and speculative decoding excludes them
-prompt logprobs              prompt_logprobs
-grammar                      guided_decoding
-cache_salt                   cache_salt
-adapter                      lora_request
-rank                         scheduling_params, with attention data parallelism
-priority                     priority, from 1.3 on; it orders the queue with waiting_queue_policy: priority
+priority                     it orders the queue with waiting_queue_policy: priority
 trace                        trace_headers; the engine makes spans if --trtllm-options have otlp_traces_endpoint
 """
 

@@ -2,8 +2,8 @@
 
 The query heads that share a KV head are folded into the query dimension (grouped-query attention, Ainslie et al. 2023), so
 the keys and values of a KV head are read once. The indices and the mask of a group are the same in all layers of the same
-shape, so they are computed once per step. Measured on CPU, plain matrix products are two to four times as fast as
-`scaled_dot_product_attention`, except for very small inputs, where the launch overhead dominates.
+shape, so they are computed once per step. On a CPU, plain matrix products are two to four times as fast as
+`scaled_dot_product_attention`, except for very small inputs.
 """
 
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.engine.warm_up import with_host_blocks
-from text_generation_shard.engines.torch.engine.worker import ROW_RANGE, WorkerCommand, spare_bytes
+from text_generation_shard.engines.torch.engine.worker import CALL, PREDICT, STEP, spare_bytes
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -126,7 +126,7 @@ class Executor:
         prefills = _prefills(rows) if rows.prefills else []
         images = None if self.images is None else self.images.of_step(rows, prefills, self._device)
         self._broadcast_images(images)
-        self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
+        self._broadcast(STEP, plan.numbers.data.cast("B"))
         started = self._events.record()
         output = self._runner.start(plan, images)
         return Launched(
@@ -154,23 +154,23 @@ class Executor:
         if self._group.tp.world_size > 1:
             header = [not ids, len(inputs), len(outputs), *inputs, *outputs]
             payload = np.concatenate((np.array(header, dtype=np.int32), plan.numbers))
-            self._broadcast(WorkerCommand.PREDICT, payload.data.cast("B"))
+            self._broadcast(PREDICT, payload.data.cast("B"))
         return self._runner.predict(plan, inputs, outputs, images, drafts=not ids)
 
     def _broadcast_images(self, images: StepImages | None) -> None:
         if images is not None and self._group.tp.world_size > 1:
             sizes = [each if each is None else (str(each.dtype)[6:], each.shape) for each in images.tensors]
-            self._broadcast(WorkerCommand.IMAGES, json.dumps(sizes).encode())
+            self._call("images", *sizes)
             self._runner.broadcast_images(images)
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
-        self._broadcast(WorkerCommand.LOGITS, ROW_RANGE.pack(first, end))
+        self._call("logits", first, end)
         return self._runner.logits(hidden, first, end)
 
     def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
         """Store the sampled tokens of the rows that sample, as inputs of the next steps; any of those of a row with drafts."""
-        self._broadcast(WorkerCommand.SAMPLED)
+        self._call("sampled")
         persistent = [] if rows.persistent is None else rows.persistent.slots.tolist()
         others = (slot for row in rows.sampling for slot in repeat(row.sequence.slot, 1 + len(row.drafts)))
         slots = upload([*persistent, *others], torch.int64, self._device)
@@ -178,7 +178,7 @@ class Executor:
 
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Replace the KV cache by one with so many blocks of each group. Raises torch.OutOfMemoryError."""
-        self._broadcast(WorkerCommand.ALLOCATE, np.array(num_blocks, dtype=np.int64).tobytes())
+        self._call("allocate", num_blocks)
         if self.host is not None:  # its views would keep the old cache
             self.host.allocate((), ())
         self._runner.allocate(num_blocks)
@@ -189,13 +189,12 @@ class Executor:
         """Divide the smallest host cache of all ranks into blocks of each group; return the groups with these. Raises InsufficientMemory."""
         if self.host is None:
             return groups
-        self._broadcast(WorkerCommand.HOST_BYTES)
-        others = self._group.leader.gather() if self._group.tp.world_size > 1 else []
-        if not (size := min([self.host.size, *others])):
+        self._call("host_bytes")
+        if not (size := min([self.host.size, *self._replies()])):
             return groups
         groups = with_host_blocks(groups, info, limits, self.block_bytes, size)
         numbers = [group.host_blocks for group in groups]
-        self._broadcast(WorkerCommand.ALLOCATE_HOST, np.array(numbers, dtype=np.int64).tobytes())
+        self._call("allocate_host", numbers)
         self.host.allocate(numbers, self._runner.block_parts())
         return groups
 
@@ -204,7 +203,7 @@ class Executor:
         if self.host is None:  # the model has states of its own
             return
         self._on_copied = on_end
-        self._broadcast(WorkerCommand.COPY, json.dumps([copy.number, copy.is_load, copy.groups]).encode())
+        self._call("copy", copy.number, copy.is_load, copy.groups)
         self.host.begin(copy, on_end)
 
     def copied(self) -> list[CopyEnd]:
@@ -216,8 +215,8 @@ class Executor:
             return ended
         self._unconfirmed, confirmed = [], []
         for copy in ended:
-            self._broadcast(WorkerCommand.COPIED, ROW_RANGE.pack(copy.number, 0))
-            states = self._group.leader.gather()
+            self._call("copied", copy.number)
+            states = self._replies()
             if min(states) < 0:
                 self._unconfirmed.append(copy)
             else:
@@ -230,23 +229,22 @@ class Executor:
         """Wait for the copies under way on all ranks that have not left, and forget them."""
         if self.host is not None:
             with suppress(GroupBroken):
-                self._broadcast(WorkerCommand.END_COPIES)
+                self._call("end_copies")
             self.host.wait()
             self._unconfirmed.clear()
 
     def begin_measuring(self) -> None:
-        self._broadcast(WorkerCommand.BEGIN_MEASURING)
+        self._call("begin_measuring")
         self._memory.begin_measuring()
 
     def spare_bytes(self) -> int:
         """Return the usable memory minus the peak since `begin_measuring`, in bytes."""
-        self._broadcast(WorkerCommand.SPARE_BYTES)
-        spare = spare_bytes(self._runner, self._memory)
-        return spare if self._group.tp.world_size == 1 else min([spare, *self._group.leader.gather()])
+        self._call("spare_bytes")
+        return min([spare_bytes(self._runner, self._memory), *self._replies()])
 
     def ready(self, max_tokens: int | None = None) -> None:
         """Prepare what depends on the final size of the KV cache; if given, only for steps of at most `max_tokens` tokens."""
-        self._broadcast(WorkerCommand.READY)
+        self._call("ready")
         self._runner.capture(max_tokens=max_tokens)
 
     def is_broken_by(self, error: Exception) -> bool:
@@ -339,16 +337,24 @@ class Executor:
     def _on_all_ranks(self, command: str, name: str, argument: str | int = "") -> list[int]:
         """Return the replies of all ranks, if there are any."""
         assert self._adapters is not None
-        self._broadcast(WorkerCommand.ADAPTER, json.dumps([command, name, argument]).encode())
-        if (own := self._adapters.change(command, name, argument)) is None:
-            return []
-        return [own, *(self._group.leader.gather() if self._group.tp.world_size > 1 else [])]
+        self._call("adapter", command, name, argument)
+        own = self._adapters.change(command, name, argument)
+        return [] if own is None else [own, *self._replies()]
 
     def _pinned_memory(self, length: int) -> Ints:
         numbers: Ints = self._pinned.take(length).numpy()
         return numbers
 
-    def _broadcast(self, kind: WorkerCommand, payload: bytes | memoryview = b"") -> None:
+    def _call(self, name: str, *arguments: object) -> None:
+        """Call a method of the `TPWorker` of each other rank."""
+        if self._group.tp.world_size > 1:
+            self._broadcast(CALL, json.dumps([name, *arguments]).encode())
+
+    def _replies(self) -> list[int]:
+        """Return those of the other ranks to the last call."""
+        return self._group.leader.gather() if self._group.tp.world_size > 1 else []
+
+    def _broadcast(self, kind: int, payload: bytes | memoryview) -> None:
         if self._group.tp.world_size > 1:
             self._group.leader.broadcast(kind, payload)
 

@@ -1,16 +1,9 @@
 """The size of the KV cache, and the worst-case step that measures the memory left for it.
 
-Memory is divided between the groups of the cache so that none lies idle: a window group has a share of the blocks of the first,
-
-    share = max(MIN_SHARE, (window + SPARE_TOKENS) / usual length), at most 1,
-
-the part of its blocks that a sequence of the usual length holds there, and no fewer than a sequence needs to compute a whole chunk.
-Long sequences want a small share, many short ones a large one: they hold as many blocks in each group. The usual length is at most
-USUAL_TOKENS. A limit of the sequences in a step says more: they are to fill both groups together, if each has two windows or more.
-
-A group of states has STATES blocks for each USUAL_TOKENS (or the longest sequence, if that is shorter) of the first group: the
-state of each sequence, and checkpoints. It has at least one for each sequence in a step, if there is a limit of these and half of
-the memory is enough, at least two, and at most STATES for each slot. One block more is that of padding.
+Memory is divided between the groups of the cache so that none lies idle: docs/gpu.md has the formula for window groups. A group of
+states has STATES blocks for each USUAL_TOKENS (or the longest sequence, if that is shorter) of the first group: the state of each
+sequence, and checkpoints. It has at least one for each sequence in a step, if there is a limit of these and half of the memory is
+enough, at least two, and at most STATES for each slot. One block more is that of padding.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,10 @@
-"""The worker of a follower rank: executes the commands that rank 0 broadcasts, in the same order."""
+"""The worker of a follower rank: executes the commands that rank 0 broadcasts, in the same order.
+
+STEP and PREDICT carry plans. All others are CALLs: JSON with the name of a method of `TPWorker`, after `on_`, and its arguments.
+"""
 
 import json
-import struct
-from enum import IntEnum
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,34 +21,9 @@ from text_generation_shard.engines.torch.layers.adapted_linear import AdapterSto
 GRAPH_BYTES = 4 << 20
 """Driver memory of a graph, besides its tensors."""
 
-ROW_RANGE = struct.Struct("<2q")
-"""Rows of hidden states: first, end."""
-
-
-class WorkerCommand(IntEnum):
-    """Kinds of messages on the control channel."""
-
-    STEP = 16
-    ALLOCATE = 17
-    BEGIN_MEASURING = 18
-    SPARE_BYTES = 19
-    READY = 20
-    LOGITS = 21
-    SAMPLED = 22
-    ADAPTER = 23
-    """The payload is JSON: the arguments of `AdapterStore.change`."""
-    IMAGES = 24
-    """The images of the next step. The payload is JSON: the data type and the shape of each tensor of `StepImages`, or null."""
-    ALLOCATE_HOST = 25
-    COPY = 26
-    """The payload is JSON: the values of a `Copy`."""
-    COPIED = 27
-    """The payload begins with the number of a copy. Reply: -1 if it has not ended, else the number of blocks that failed."""
-    END_COPIES = 28
-    HOST_BYTES = 29
-    """Reply: the bytes of the rank's part of the host cache; 0 if there is none."""
-    PREDICT = 30
-    """The payload is int32: `drafts`, the numbers of `inputs` and `outputs`, these, and the plan of `Runner.predict`."""
+STEP, PREDICT, CALL = 16, 17, 18
+"""Kinds of messages on the control channel. The payload of PREDICT is int32: `drafts`, the numbers of `inputs` and `outputs`, these,
+and the plan of `Runner.predict`."""
 
 
 class TPWorker:
@@ -77,42 +54,19 @@ class TPWorker:
         if self._stream is not None:
             # The current stream is per thread, and a follower runs in its own thread.
             torch.cuda.set_stream(self._stream)
-        match kind:
-            case WorkerCommand.STEP | WorkerCommand.PREDICT:
-                run = self._step if kind == WorkerCommand.STEP else self._predict
-                run(np.frombuffer(payload, dtype=np.int32))
-            case WorkerCommand.IMAGES:
-                device, sizes = self._runner.device, json.loads(bytes(payload))
-                self._images = StepImages(
-                    *(each and torch.empty(each[1], dtype=getattr(torch, each[0]), device=device) for each in sizes)
-                )
-                self._runner.broadcast_images(self._images)
-            case WorkerCommand.ALLOCATE:
-                if self._host is not None:
-                    self._host.allocate((), ())
-                self._runner.allocate(np.frombuffer(payload, dtype=np.int64).tolist())
-            case WorkerCommand.BEGIN_MEASURING:
-                self._memory.begin_measuring()
-            case WorkerCommand.SPARE_BYTES:
-                return spare_bytes(self._runner, self._memory)
-            case WorkerCommand.READY:
-                self._runner.capture()
-            case WorkerCommand.SAMPLED:
-                self._runner.receive_sampled_tokens()
-            case WorkerCommand.LOGITS:
-                first, end = ROW_RANGE.unpack(payload)
-                self._runner.logits(self._hidden, first, end)
-            case WorkerCommand.ADAPTER if self._adapters is not None:
-                return self._adapters.change(*json.loads(bytes(payload)))
-            case _:
-                return self._execute_copies(kind, payload)
+        if kind == CALL:
+            name, *arguments = json.loads(bytes(payload))
+            reply: int | None = getattr(self, f"on_{name}")(*arguments)
+            return reply
+        run = self._step if kind == STEP else self._predict
+        run(np.frombuffer(payload, dtype=np.int32))
+        self._images = None
         return None
 
     def _step(self, received: Ints) -> None:
         numbers = self._pinned.take(received.size).numpy()
         numbers[:] = received
         self._hidden = self._runner.start(StepPlan.read(numbers), self._images).normed
-        self._images = None
 
     def _predict(self, received: Ints) -> None:
         drafts, *counts = received[:3].tolist()
@@ -121,30 +75,60 @@ class TPWorker:
         numbers[:] = plan
         rows = inputs.tolist(), outputs.tolist()
         self._runner.predict(StepPlan.read(numbers), *rows, self._images, drafts=bool(drafts))
-        self._images = None
 
-    def _execute_copies(self, kind: int, payload: memoryview) -> int | None:
-        if (host := self._host) is None:
-            if kind not in (WorkerCommand.HOST_BYTES, WorkerCommand.END_COPIES):
-                raise ValueError(f"unknown command {kind}")
-            return 0 if kind == WorkerCommand.HOST_BYTES else None
-        match kind:
-            case WorkerCommand.HOST_BYTES:
-                return host.size
-            case WorkerCommand.ALLOCATE_HOST:
-                host.allocate(np.frombuffer(payload, dtype=np.int64).tolist(), self._runner.block_parts())
-            case WorkerCommand.COPY:
-                number, is_load, groups = json.loads(bytes(payload))
-                host.begin(Copy(number, is_load, tuple(CopiedBlocks(*each) for each in groups)), lambda: None)
-            case WorkerCommand.COPIED:
-                self._copied |= {end.number: len(end.failed) for end in host.take_ended()}
-                return self._copied.pop(ROW_RANGE.unpack(payload)[0], -1)
-            case WorkerCommand.END_COPIES:
-                host.wait()
-                self._copied.clear()
-            case _:
-                raise ValueError(f"unknown command {kind}")
-        return None
+    def on_images(self, *sizes: tuple[str, Sequence[int]] | None) -> None:
+        """Receive the images of the next step: tensors of `StepImages` with these data types and shapes."""
+        device = self._runner.device
+        tensors = (each and torch.empty(each[1], dtype=getattr(torch, each[0]), device=device) for each in sizes)
+        self._images = StepImages(*tensors)
+        self._runner.broadcast_images(self._images)
+
+    def on_sampled(self) -> None:
+        self._runner.receive_sampled_tokens()
+
+    def on_logits(self, first: int, end: int) -> None:
+        self._runner.logits(self._hidden, first, end)
+
+    def on_allocate(self, num_blocks: Sequence[int]) -> None:
+        if self._host is not None:
+            self._host.allocate((), ())
+        self._runner.allocate(num_blocks)
+
+    def on_begin_measuring(self) -> None:
+        self._memory.begin_measuring()
+
+    def on_spare_bytes(self) -> int:
+        return spare_bytes(self._runner, self._memory)
+
+    def on_ready(self) -> None:
+        self._runner.capture()
+
+    def on_adapter(self, command: str, name: str, argument: str | int) -> int | None:
+        assert self._adapters is not None
+        return self._adapters.change(command, name, argument)
+
+    def on_host_bytes(self) -> int:
+        """Return the bytes of the rank's part of the host cache; 0 if there is none."""
+        return 0 if self._host is None else self._host.size
+
+    def on_allocate_host(self, num_blocks: Sequence[int]) -> None:
+        assert self._host is not None
+        self._host.allocate(num_blocks, self._runner.block_parts())
+
+    def on_copy(self, number: int, is_load: bool, groups: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: FBT001 – JSON
+        assert self._host is not None
+        self._host.begin(Copy(number, is_load, tuple(CopiedBlocks(*each) for each in groups)), lambda: None)
+
+    def on_copied(self, number: int) -> int:
+        """Return -1 if a copy has not ended, else the number of blocks that failed."""
+        assert self._host is not None
+        self._copied |= {end.number: len(end.failed) for end in self._host.take_ended()}
+        return self._copied.pop(number, -1)
+
+    def on_end_copies(self) -> None:
+        if self._host is not None:
+            self._host.wait()
+            self._copied.clear()
 
 
 def spare_bytes(runner: Runner, memory: DeviceMemory) -> int:
