@@ -1,7 +1,5 @@
 """The gated activation of the MLP: act(gate) · up, on the output of the fused gate and up projection."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The write of keys and values to the cache, for models whose own code rotates them: see rope.py for ours."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 This saves the launch of a second kernel. The last program differs from run to run; the result does not.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

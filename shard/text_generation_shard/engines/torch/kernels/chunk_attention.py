@@ -5,8 +5,6 @@ A program handles some tokens of one chunk with query heads that share a KV head
 the running maximum and sum of FlashAttention (Dao et al. 2022). The columns of a step's plan tell the device where the chunks are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

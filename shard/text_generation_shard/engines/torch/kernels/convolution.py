@@ -1,7 +1,5 @@
 """Short causal convolutions over the tokens of each sequence, from the inputs that a pool keeps of it: see `operands.Convolution`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Lengths and block tables are read on the device. The number of programs depends 
 can be replayed with other lengths, and the result of a row does not depend on the lengths of the others.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

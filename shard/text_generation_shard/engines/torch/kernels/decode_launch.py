@@ -1,7 +1,5 @@
 """The distribution of the work of decode attention over programs, by the number of rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The kernels of a GPU: our own in Triton, and FlashInfer for most prompt chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The token embedding: writes each token's row of the embedding table to the residual stream."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

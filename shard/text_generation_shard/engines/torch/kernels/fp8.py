@@ -1,7 +1,5 @@
 """The conversion of keys and values to the data type of the cache."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

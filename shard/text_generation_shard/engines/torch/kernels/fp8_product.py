@@ -4,8 +4,6 @@ y[t, n] = x_scale[t] · w_scale[n] · Σ x8[t, k] · w8[n, k] (+ bias[n]), summe
 want 64 rows there, and few tokens are enough on the right.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

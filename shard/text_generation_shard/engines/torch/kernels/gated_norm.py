@@ -1,7 +1,5 @@
 """RMS norms of groups of columns with a gate: see `operands.GatedNorm`. One program for each group of a token."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

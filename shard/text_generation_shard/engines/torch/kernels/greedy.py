@@ -5,8 +5,6 @@ of exp(logit − maximum). The last program of a row combines them. The sampled 
 log-probability is −log Σ exp(logit − maximum).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -22,8 +22,6 @@ A program waits for the program of the same region on its peers. There is no dea
 fit on the GPU at once. The wait has no timeout: if a rank of the group is lost, the others wait forever and must be killed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

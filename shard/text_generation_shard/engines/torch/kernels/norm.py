@@ -3,8 +3,6 @@
 One program per row. The row stays in registers between the sum of squares and the scaling, so it is read once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The operands of kernels that are more than tensors, without Triton: CPUs have them too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -268,7 +266,7 @@ class Recurrence:
     step_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
-    def drafted(self) -> slice[int, int, None]:
+    def drafted(self) -> "slice[int, int, None]":
         """The columns of keys and values."""
         ends = self.key_start + self.groups * self.key_width, self.value_start + self.heads * self.value_width
         return slice(min(self.key_start, self.value_start), max(ends))

@@ -8,8 +8,6 @@ Attention, and what is before it, does not: the next product would start too ear
 3.66 then (Llama-8B shape), 2.40 instead of 2.38 (Qwen3-30B-A3B).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

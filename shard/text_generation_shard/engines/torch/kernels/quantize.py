@@ -3,8 +3,6 @@
 One program per row. The row stays in registers between the maximum and the scaling.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

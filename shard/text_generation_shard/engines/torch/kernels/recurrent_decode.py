@@ -5,8 +5,6 @@ drafts that the state lacks, whose inputs a pool keeps, then the first token of 
 drafts. So the state is read and written once, however many tokens a row has.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

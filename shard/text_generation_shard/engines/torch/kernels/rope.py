@@ -4,8 +4,6 @@ projection: rotated queries go to attention, rotated keys and values to the cach
 A program handles some heads of one token: few if there are few tokens, so that many programs share the work, else more.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import triton

@@ -1,7 +1,5 @@
 """The choice of experts by probability, as `choose_top_k` in layers/expert_linear.py; equal probabilities: the first expert."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

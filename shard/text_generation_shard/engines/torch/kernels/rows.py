@@ -1,7 +1,5 @@
 """Tile sizes of kernels."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -6,8 +6,6 @@ piece after piece. With the delta rule, the updates of a piece are the solution 
 the state: a kernel before solves those of all pieces at once.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Writes updates to the block tables."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

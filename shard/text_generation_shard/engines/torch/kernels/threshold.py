@@ -7,8 +7,6 @@ fixed order.
 """
 
 # ruff: noqa: SIM108 – Triton needs branches instead of expressions
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
