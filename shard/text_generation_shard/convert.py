@@ -9,8 +9,7 @@ from text_generation_proto import convert
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import TraceContext
-from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
-from text_generation_shard.media import Media
+from text_generation_shard.engine import EngineInfo, Media, NewSequence, Orders, Scheduling, StepResult
 
 _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULING_SELF}
 

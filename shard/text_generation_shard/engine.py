@@ -30,14 +30,9 @@ from text_generation_proto.values import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
-from text_generation_shard.media import Media, media_problem
-from text_generation_shard.sampling_checks import sampling_problem
 
 if TYPE_CHECKING:
     from text_generation_shard.adapters import LoraAdapter
-
-NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
-NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
 
 
 class Scheduling(Enum):
@@ -95,6 +90,25 @@ class EngineInfo:
     """Images that a prompt may have; 0: the model takes none."""
     ranks: int = 1
     """Self-scheduling engines: parts with a batch and a KV cache of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image of a prompt. The prompt has the model's own placeholder ids at its positions."""
+
+    offset: int
+    """The position in the prompt of its first token."""
+    tokens: int
+    """Tokens of the prompt that stand for it, with those between its rows."""
+    digest: bytes
+    """SHA-256 of `data`."""
+    data: bytes
+    """The file: PNG, JPEG, WebP or GIF (first frame)."""
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.offset + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +285,7 @@ class Engine(Protocol):
         """Starts to decode the images of a sequence; constant. None if the engine takes no images. Used from any thread."""
 
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
-        """Run the largest step, allocate the KV cache and return its groups, a full one first. Drops every sequence.
-
-        Raises InsufficientMemory if `limits` do not fit.
-        """
+        """Drop every sequence, run the largest step, and return the groups of the KV cache, a full one first. Raises InsufficientMemory."""
 
     def apply(self, orders: Orders) -> list[Failure]:
         """Make the changes of `orders`. Return the sequences that broke the contract and were dropped."""
@@ -332,60 +343,3 @@ class SynchronousEngine:
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
         """Do nothing: every failure is raised by a call."""
-
-
-def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
-    return (
-        _prompt_problem(sequence, info)
-        or media_problem(sequence.media, len(sequence.prompt) - sequence.generated_tokens, info.max_images)
-        or _options_problem(sequence, info)
-        or sampling_problem(sequence.sampling, info.vocab_size)
-    )
-
-
-def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
-    """Return (slot, problem) for all parts of `orders` that a self-scheduling engine does not take."""
-    return [(slot, NO_BLOCKS) for slot, _ in orders.allocations] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
-
-
-def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
-    if not 0 <= sequence.slot < info.max_slots:
-        return f"slot {sequence.slot} is not one of {info.max_slots}"
-    if sequence.rank > info.ranks:
-        return f"rank {sequence.rank} is not one of {info.ranks}"
-    if not sequence.prompt:
-        return "the prompt is empty"
-    if max(sequence.prompt) >= info.vocab_size:
-        return f"a prompt token is outside the vocabulary of {info.vocab_size}"
-    if max(sequence.prediction, default=0) >= info.vocab_size or len(sequence.prediction) > info.max_sequence_length:
-        return f"the prediction is longer than a sequence, or a token is outside the vocabulary of {info.vocab_size}"
-    if not 0 <= sequence.computed_tokens < len(sequence.prompt):
-        return "computed_tokens must leave at least one prompt token to compute"
-    if sequence.computed_tokens > len(sequence.blocks) * info.block_size:
-        return "computed_tokens do not fit in the blocks given"
-    if not 0 <= sequence.generated_tokens < len(sequence.prompt):
-        return "generated_tokens must leave at least one prompt token"
-    if len(sequence.prompt) + sequence.stopping.max_new_tokens > info.max_sequence_length:
-        return f"prompt and new tokens exceed the model's {info.max_sequence_length} positions"
-    return None
-
-
-def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
-    if sequence.stopping.max_new_tokens < 1:
-        return "max_new_tokens must be at least 1"
-    if sequence.stopping.min_new_tokens > sequence.stopping.max_new_tokens and not sequence.logprobs.generated:
-        return "min_new_tokens must be at most max_new_tokens"
-    for name in ("top_n", "prompt_top_n"):
-        if getattr(sequence.logprobs, name) > info.max_top_n_tokens:
-            return f"{name} is at most {info.max_top_n_tokens}"
-    if sequence.logprobs.prompt_top_n and not sequence.logprobs.prompt:
-        return "prompt_top_n comes with prompt logprobs only"
-    if sequence.logprobs.generated and not info.scores_generated:
-        return "the engine does not score generated tokens"
-    if sequence.logprobs.generated and sequence.computed_tokens >= len(sequence.prompt) - sequence.generated_tokens:
-        return "computed_tokens must leave the generated tokens of a replay to score"
-    if sequence.grammar is not None and not info.grammar_kinds:
-        return "the engine serves no grammars"
-    if sequence.adapter and sequence.adapter not in info.adapters:
-        return "the engine does not hold its LoRA adapter"
-    return None

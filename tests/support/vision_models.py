@@ -21,10 +21,9 @@ from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_torchvision_available
 
 from text_generation_proto.values import Stopping
-from text_generation_shard.engine import NewSequence
+from text_generation_shard.engine import Media, NewSequence
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.models.huggingface.llama4_images import Llama4ImageProcessor
-from text_generation_shard.media import Media
 
 IMAGE, VIDEO, START, END = 3, 4, 5, 6
 """Ids of the placeholder of images, and of tokens around them."""

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from text_generation_proto.cache_groups import CacheGroup
-from text_generation_shard.engine import EngineInfo, NewSequence, sequence_problem
+from text_generation_shard.engine import EngineInfo, NewSequence
+from text_generation_shard.sequence_checks import sequence_problem
 from text_generation_shard.step.sequence import Sequence
 
 Groups = tuple[CacheGroup, ...]

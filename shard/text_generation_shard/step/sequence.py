@@ -26,10 +26,7 @@ GREEDY = Sampling()
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of a sequence.
-
-    While it is in the persistent batch, `computed` and `generated` are not updated, nor are `tokens` without drafts.
-    """
+    """While it is in the persistent batch, `computed` and `generated` are not updated, nor are `tokens` without drafts."""
 
     slot: int
     tokens: list[int]
@@ -186,10 +183,7 @@ class Sequence:
 
 
 def finish_reason(stopping: Stopping, generated: int, token_id: int, *, grammar_ended: bool) -> FinishReason | None:
-    """Return the reason why new token number `generated` ends the sequence; None if it does not.
-
-    If several apply, LENGTH wins over EOS_TOKEN, which wins over STOP_SEQUENCE.
-    """
+    """Return why new token number `generated` ends the sequence, LENGTH before EOS_TOKEN before STOP_SEQUENCE; None if it does not."""
     if generated >= stopping.max_new_tokens:
         return FinishReason.LENGTH
     if grammar_ended:
@@ -238,14 +232,10 @@ class StepRow:
         return self.start < self.sequence.prompt_length
 
     @property
-    def first_sampled(self) -> int:
-        """The position of the first token that the step samples for it."""
-        return self.start + self.length - len(self.drafts)
-
-    @property
     def is_greedy(self) -> bool:
         """True if only the most probable token can follow, regardless of the previous step's token."""
-        return self.first_sampled >= self.sequence.greedy_from
+        first_sampled = self.start + self.length - len(self.drafts)
+        return first_sampled >= self.sequence.greedy_from
 
 
 @dataclass(slots=True)

@@ -148,10 +148,7 @@ class SequenceTable:
         return [each for each in sequences if each.prompt_length < len(each.tokens) <= each.end and each.is_ready]
 
     def rows(self, drafts: Mapping[int, Draft] = NO_DRAFTS) -> StepRows:
-        """Return the rows of the next step: every decoding sequence with room in its blocks, then the ordered chunks.
-
-        `drafts` are those of sequences of `decoding`, by slot.
-        """
+        """Return the rows of the next step: all decoding sequences with room, with `drafts` by slot, then the ordered chunks."""
         for slot in drafts:
             self._leave_persistent(self.sequences[slot])
         persistent = None if self._persistent is None else self._persistent.rows()

@@ -17,7 +17,6 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
-    NO_BLOCKS,
     EngineInfo,
     Failure,
     NewSequence,
@@ -27,10 +26,9 @@ from text_generation_shard.engine import (
     StepResult,
     SynchronousEngine,
     TopTokens,
-    meant_for_steps,
-    sequence_problem,
 )
 from text_generation_shard.grammar import Grammars
+from text_generation_shard.sequence_checks import NO_BLOCKS, meant_for_steps, sequence_problem
 
 
 @dataclass(slots=True, eq=False)

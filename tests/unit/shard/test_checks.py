@@ -23,7 +23,7 @@ from text_generation_proto.values import (
 )
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence as New
-from text_generation_shard.engine import sequence_problem
+from text_generation_shard.sequence_checks import sequence_problem
 
 INFO = replace(CheckedEcho.build(ShardConfig(engine="echo")).info, max_sequence_length=64)
 VALID = New(0, (1, 2, 3), Stopping(4))

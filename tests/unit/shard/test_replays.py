@@ -10,7 +10,8 @@ from engine_driver import Driver, Stream
 from tiny_engines import tiny_engine
 
 from text_generation_proto.values import LogprobOptions, Sampling, Stopping, WarmUpLimits
-from text_generation_shard.engine import Engine, NewSequence, TokenScores, sequence_problem
+from text_generation_shard.engine import Engine, NewSequence, TokenScores
+from text_generation_shard.sequence_checks import sequence_problem
 
 PROMPT = tuple(range(7, 47))
 SAMPLINGS = {

@@ -9,8 +9,7 @@ from engine_infos import GPU_ENGINE
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Stopping
-from text_generation_shard.engine import NewSequence, Orders
-from text_generation_shard.media import Media
+from text_generation_shard.engine import Media, NewSequence, Orders
 from text_generation_shard.step.table import SequenceTable
 
 INFO = replace(GPU_ENGINE, max_images=1)

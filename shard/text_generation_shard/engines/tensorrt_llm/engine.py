@@ -22,18 +22,14 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.engine import (
-    NO_BLOCKS,
     Drafting,
     EngineError,
-    EngineInfo,
     Failure,
     InsufficientMemory,
     NewSequence,
     Orders,
     StepResult,
     TopTokens,
-    meant_for_steps,
-    sequence_problem,
 )
 from text_generation_shard.engines.tensorrt_llm.construct import Construction
 from text_generation_shard.engines.tensorrt_llm.library import LLM, Library, explain, is_healthy
@@ -42,6 +38,7 @@ from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop,
 from text_generation_shard.engines.tensorrt_llm.statistics import POLLS, IterationStatistics
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
+from text_generation_shard.sequence_checks import NO_BLOCKS, meant_for_steps, sequence_problem
 
 STEP_WAIT_S = 1.0
 """Longest time that `step` waits for output."""
@@ -69,7 +66,7 @@ class TensorRTEngine:
         """Generate one token to check the engine. Raises EngineError if none arrives."""
         self._llm = llm
         self._parameters = parameters
-        self._info = construction.info
+        self.info = construction.info
         speculation = construction.capabilities.speculation
         self._drafts = speculation is not None
         self._reserved_tokens = 0 if speculation is None else speculation.reserved_tokens
@@ -92,34 +89,25 @@ class TensorRTEngine:
         self._watchdog.watch(find_workers())
         self._watchdog.start()
         try:
-            for adapter in ("", *self._info.adapters):
+            for adapter in ("", *self.info.adapters):
                 self._probe(FIRST_TOKEN_TIMEOUT_S, adapter)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
-            if self._info.ranks > 1:  # one rank holds a whole sequence
-                longest = self._pool_blocks // self._info.ranks * self._info.block_size
-                self._info = replace(self._info, max_sequence_length=min(self._info.max_sequence_length, longest))
+            if self.info.ranks > 1:  # one rank holds a whole sequence
+                longest = self._pool_blocks // self.info.ranks * self.info.block_size
+                self.info = replace(self.info, max_sequence_length=min(self.info.max_sequence_length, longest))
         except EngineBroken as error:
             self.close()
             raise EngineError(f"TensorRT-LLM produces no token: {error}") from error
         self._statistics.start()
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    decode_images = None
-
-    @property
-    def grammars(self) -> None:
-        """None: the library does guided decoding itself."""
-        return None
+    decode_images = grammars = None  # the library does guided decoding itself
 
     def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
         self.reset()
-        num_blocks = limits.max_batch_total_tokens // self._info.block_size
+        num_blocks = limits.max_batch_total_tokens // self.info.block_size
         if num_blocks > self._pool_blocks:
-            pool = self._pool_blocks * self._info.block_size
+            pool = self._pool_blocks * self.info.block_size
             raise InsufficientMemory(
                 f"the engine's KV cache holds {pool} tokens, fewer than the {limits.max_batch_total_tokens} asked for"
             )
@@ -134,9 +122,9 @@ class TensorRTEngine:
         return failed
 
     def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
-        others, loras = tuple(each for each in self._info.adapters if each != name), self._parameters.adapters
+        others, loras = tuple(each for each in self.info.adapters if each != name), self._parameters.adapters
         if adapter is None:
-            self._info = replace(self._info, adapters=others)
+            self.info = replace(self.info, adapters=others)
             while any(stream.sequence.adapter == name for stream in self._streams.values()):
                 yield
             del loras[name]  # the library drops the adapter that was used least recently
@@ -151,7 +139,7 @@ class TensorRTEngine:
             probe.cancel()
             del loras[name]
             raise EngineError(f"the LoRA adapter {name}: {problem}")
-        self._info = replace(self._info, adapters=(*others, name))
+        self.info = replace(self.info, adapters=(*others, name))
 
     def step(self) -> StepResult | None:
         if self._broken is None and not self._streams:
@@ -175,7 +163,7 @@ class TensorRTEngine:
     @property
     def used_blocks(self) -> int:
         statistics, running = self._statistics, bool(self._streams)  # the last entry describes a busy iteration
-        return running * self._to_blocks(statistics.used_blocks, statistics.block_size or self._info.block_size)
+        return running * self._to_blocks(statistics.used_blocks, statistics.block_size or self.info.block_size)
 
     @property
     def queued(self) -> int:
@@ -239,10 +227,10 @@ class TensorRTEngine:
             return f"slot {sequence.slot} is taken"
         if sequence.blocks or sequence.computed_tokens:
             return NO_BLOCKS
-        problem = self._parameters.problem(sequence) or sequence_problem(sequence, self._info)
+        problem = self._parameters.problem(sequence) or sequence_problem(sequence, self.info)
         # The last token is never computed, but the engine counts it and would end the sequence early.
         length = len(sequence.prompt) + sequence.stopping.max_new_tokens
-        pool = self._num_blocks // self._info.ranks * self._info.block_size - self._reserved_tokens
+        pool = self._num_blocks // self.info.ranks * self.info.block_size - self._reserved_tokens
         if problem is None and length > pool:
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
         return problem
@@ -337,7 +325,7 @@ class TensorRTEngine:
             raise EngineBroken(self._broken)
 
     def _probe_arguments(self, adapter: str) -> dict[str, Any]:
-        token = min(self._info.vocab_size - 1, 1)
+        token = min(self.info.vocab_size - 1, 1)
         return self._parameters.arguments(NewSequence(0, (token,) * 4, Stopping(1), adapter=adapter))
 
     def _measure_pool(self) -> int:
@@ -349,10 +337,10 @@ class TensorRTEngine:
                 return self._to_blocks(self._statistics.num_blocks, self._statistics.block_size)
             time.sleep(CAPACITY_POLL_S)
             self._probe(PROBE_TIMEOUT_S)  # some versions report only after a new request
-        blocks = self._info.max_slots * -(-self._info.max_sequence_length // self._info.block_size)
+        blocks = self.info.max_slots * -(-self.info.max_sequence_length // self.info.block_size)
         log.warning("the engine does not report the size of its KV cache; requests may wait in its own queue")
         return blocks
 
     def _to_blocks(self, blocks: int, block_size: int) -> int:
         """Convert blocks of one rank to blocks of `info.block_size` of all ranks: some attention kernels use their own size."""
-        return blocks * block_size // self._info.block_size * self._info.ranks
+        return blocks * block_size // self.info.block_size * self.info.ranks

@@ -24,7 +24,7 @@ from text_generation_router.scheduling.messages import Placement, SchedulerOutpu
 from text_generation_router.shards.convert import orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
 from text_generation_shard import engine
-from text_generation_shard.media import Media
+from text_generation_shard.engine import Media
 
 PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 
