@@ -32,7 +32,8 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.engines.torch.engine.executor import Executor, Launched
+from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.in_flight import StepInFlight
 from text_generation_shard.step.sequence import StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
@@ -129,13 +130,13 @@ class Recorder:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
-        launched = self.inner.launch(rows, greedy=greedy)
+    def launch(self, rows: StepRows, *, greedy: bool, adapted: bool = False) -> StepInFlight:
+        launched = self.inner.launch(rows, greedy=greedy, adapted=adapted)
         for row, offset in launched.prefills:
             prompt = tuple(row.sequence.tokens[: row.start + row.length])
             for at in range(0, row.length, POSITIONS_AT_ONCE):
                 count = min(POSITIONS_AT_ONCE, row.length - at)
-                logits = self.inner.logits(launched.hidden, offset + at, offset + at + count)
+                logits = self.inner.logits(launched.output.normed, offset + at, offset + at + count)
                 self.seen.add(self.reference, self.by_prompt[prompt], row.start + at, logits.float())
         return launched
 

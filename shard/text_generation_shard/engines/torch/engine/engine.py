@@ -248,21 +248,22 @@ class TorchEngine(SynchronousEngine):
         # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
         masking = None if ahead else self._start_masks(rows)
         greedy = ahead and all(row.is_greedy for row in rows.others if row.samples)
-        launched = self._executor.launch(rows, greedy=greedy, adapted=adapted)
+        step = self._executor.launch(rows, greedy=greedy, adapted=adapted)
+        step.masking, step.began_ahead = masking, began_ahead
         self._table.begin(rows)
-        return StepInFlight(rows, launched.started, launched.computed, launched, masking, began_ahead=began_ahead)
+        return step
 
     def _sample(self, step: StepInFlight) -> StepInFlight:
         """Sample the tokens of a step and start copying its results to the host."""
-        launched, step.launched = step.launched, None
-        assert launched is not None
-        for row, offset in launched.prefills:
+        output = step.output
+        del step.output
+        for row, offset in step.prefills:
             if (scores := row.sequence.prompt_scores) is not None:
-                step.scores += start_scores(row, scores, offset, launched.hidden, self._executor.logits)
+                step.scores += start_scores(row, scores, offset, output.normed, self._executor.logits)
             if (replay := row.sequence.replay) is not None:
-                step.scores += start_token_scores(row, replay, offset, launched.hidden, self._executor, self._masks)
-        packed = launched.sampled
-        if launched.logits is not None and packed is None:
+                step.scores += start_token_scores(row, replay, offset, output.normed, self._executor, self._masks)
+        packed = output.sampled
+        if output.logits is not None and packed is None:
             masking = step.masking or self._start_masks(step.rows)
             masks = {} if masking is None else masking.result()
             rows, first = step.rows.indexed(), step.rows.num_persistent
@@ -271,7 +272,7 @@ class TorchEngine(SynchronousEngine):
             settings = [GREEDY_ROW] * first
             for index, row in rows:
                 settings += self._sampling_rows(step, index, row, masks)
-            sampled = sample(launched.logits, settings, self._executor.threshold_search)
+            sampled = sample(output.logits[: len(settings)], settings, self._executor.threshold_search)
             self._table.retract(step.late.values())
             for index, sequence in step.late.items():
                 sampled.token_ids[index] = sequence.tokens[-1]  # the input of its next step, again
@@ -327,10 +328,7 @@ class TorchEngine(SynchronousEngine):
         self._recorded_at = now
 
     def _start_masks(self, rows: StepRows) -> Future[Masks] | None:
-        """Start computing the grammar masks of the rows that sample one token, in the background.
-
-        If the step fails, its sequences fail too, so their matchers are not used again.
-        """
+        """Start the grammar masks of the rows that sample one token. If the step fails, the sequences of these matchers fail too."""
         constrained = [
             row.sequence
             for row in rows.sampling

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
 from threading import Timer
@@ -27,7 +26,6 @@ from text_generation_shard.engines.torch.batch.step_plan import (
     table_updates,
 )
 from text_generation_shard.engines.torch.device.copies import (
-    DeviceEvent,
     EventRecorder,
     PinnedBuffers,
     pinned_ints,
@@ -36,6 +34,7 @@ from text_generation_shard.engines.torch.device.copies import (
 from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
+from text_generation_shard.engines.torch.engine.in_flight import StepInFlight
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.engine.warm_up import with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import CALL, PREDICT, STEP, spare_bytes
@@ -49,29 +48,8 @@ CONFIRM_S = 0.001
 """Time between two questions if a copy has ended on the other ranks."""
 
 
-@dataclass(slots=True)
-class Launched:
-    """A forward pass that has been launched. On a GPU its tensors are not computed yet."""
-
-    hidden: Tensor
-    """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
-    prefills: list[tuple[StepRow, int]]
-    """Rows that prefill, and the offset of their first token in `hidden`."""
-    logits: Tensor | None
-    """[rows that sample, vocabulary], in order, persistent rows first; None if no row samples."""
-    sampled: Tensor | None
-    """int32 [2 · n], where n ≥ the number of rows that sample, if tokens were sampled greedily within the forward pass: n
-    token ids, then the bits of n logprobs. The whole allocation, because a slice could not be copied in one transfer."""
-    started: DeviceEvent
-    computed: DeviceEvent | None
-    """Recorded when the model has finished; None if nothing follows it in the step."""
-
-
 class Executor:
-    """Holds the model and the KV cache of a device: rank 0 of its group, or the only rank. Called from one thread.
-
-    With `runs_ahead`, a step is launched before the tokens of the previous one are known.
-    """
+    """The model and the KV cache of a device, on rank 0. With `runs_ahead`, steps are launched before the tokens of the last one are known."""
 
     def __init__(
         self,
@@ -115,11 +93,8 @@ class Executor:
 
         return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 
-    def launch(self, rows: StepRows, *, greedy: bool, adapted: bool = False) -> Launched:
-        """Launch the forward pass of some rows; `greedy` if every row takes its most probable token.
-
-        `adapted`: with the kernels of LoRA adapters, also if no row has one.
-        """
+    def launch(self, rows: StepRows, *, greedy: bool, adapted: bool = False) -> StepInFlight:
+        """Launch the forward pass of rows; `greedy`: all take their most probable token; `adapted`: with the kernels of adapters."""
         plan = self._plan(rows, greedy=greedy)
         if adapted or (self._places and any(sequence.adapter for sequence in rows.sequences)):
             plan.with_adapters()
@@ -129,15 +104,8 @@ class Executor:
         self._broadcast(STEP, plan.numbers.data.cast("B"))
         started = self._events.record()
         output = self._runner.start(plan, images)
-        return Launched(
-            hidden=output.normed,
-            prefills=prefills,
-            # A graph computes the logits of its padding rows too.
-            logits=None if output.logits is None else output.logits[: rows.num_sampling],
-            sampled=output.sampled,
-            started=started,
-            computed=None if output.sampled is not None else self._events.record(),
-        )
+        computed = None if output.sampled is not None else self._events.record()
+        return StepInFlight(rows, prefills, started, output, computed)
 
     def predict(self, rows: StepRows, inputs: Sequence[int], ids: Sequence[int] = ()) -> Tensor:
         """Return the most probable next tokens of `Model.predict` at the last token of each row that samples.
@@ -248,10 +216,7 @@ class Executor:
         self._runner.capture(max_tokens=max_tokens)
 
     def is_broken_by(self, error: Exception) -> bool:
-        """Return True if no step can be computed after this error of a step.
-
-        This is so for any error in a group, whose ranks no longer agree, and for an error of the device itself.
-        """
+        """Return True if no step can be computed after this error: any in a group, whose ranks disagree then, or one of the device."""
         return self._group.tp.world_size > 1 or self.is_device_broken()
 
     def is_device_broken(self) -> bool:

@@ -1,5 +1,6 @@
 """StepInFlight: a step from its launch until its tokens are recorded."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -8,8 +9,7 @@ from torch import Tensor
 
 from text_generation_shard.engine import StepResult, TopTokens
 from text_generation_shard.engines.torch.device.copies import DeviceEvent
-from text_generation_shard.engines.torch.engine.executor import Launched
-from text_generation_shard.engines.torch.engine.scoring import Write
+from text_generation_shard.engines.torch.engine.runner import ForwardOutput
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates
 from text_generation_shard.step.masks import Mask
 from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
@@ -18,10 +18,13 @@ from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
 @dataclass(slots=True)
 class StepInFlight:
     rows: StepRows
+    prefills: list[tuple[StepRow, int]]
+    """Rows that prefill, and the offset of their first token in the hidden states."""
     started: DeviceEvent
+    output: ForwardOutput
+    """Deleted when the tokens are sampled, because its tensors are large. On a GPU they are not computed yet."""
     computed: DeviceEvent | None
-    launched: Launched | None
-    """Until the tokens are sampled; then dropped, because its tensors are large."""
+    """Recorded when the model has finished; None if nothing follows it in the step."""
     masking: Future[dict[int, Mask]] | None = None
     is_last: bool = True
     """False once another one is launched: drafts cannot follow from its hidden states any more."""
@@ -30,8 +33,8 @@ class StepInFlight:
     late: dict[int, Sequence] = field(default_factory=dict)
     """Sequences whose mask is not ready, by index."""
     sampled: Tensor | None = None
-    """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
-    scores: list[Write] = field(default_factory=list)
+    """Same layout as `ForwardOutput.sampled`; on the host and valid once `done` has completed."""
+    scores: list[Callable[[], None]] = field(default_factory=list)
     top_token_rows: list[tuple[StepRow, int]] = field(default_factory=list)
     """Sampling rows that asked for top tokens, and the place of each sampled token in its row; `tops` holds their candidates."""
     tops: TopCandidates | None = None

@@ -52,9 +52,9 @@ class Model(Protocol):
         """
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None, adapters: Tensor | None = None) -> Tensor:
-        """Return logits [rows, vocabulary] for some rows of hidden states; the same on every rank.
+        """Return logits [rows, vocabulary], the same on every rank, in the first rows of `memory` if given: see `logits_memory`.
 
-        Written to the first rows of `memory` if given: see `logits_memory`. `adapters` are those of the rows, as `Step.adapters`.
+        `adapters` are those of the rows, as `Step.adapters`.
         """
 
     def logits_memory(self, rows: int) -> Tensor:
@@ -66,9 +66,10 @@ class ForwardOutput:
     normed: Tensor
     """[tokens, hidden]: input of the LM head."""
     logits: Tensor | None
-    """float32 [rows that sample, vocabulary]; None if no row samples."""
+    """float32 [rows that sample, and padding, vocabulary], persistent rows first; None if no row samples."""
     sampled: Tensor | None
-    """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs."""
+    """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs. The
+    whole allocation, because a slice could not be copied in one transfer."""
     carried: Tensor | None = None
     """[tokens, predicts]: what `Model.predict` reads; None: `normed`."""
     adapters: Tensor | None = None
@@ -162,10 +163,7 @@ class Runner(ABC):
         """Free the graphs, if there are any."""
 
     def start(self, plan: StepPlan, images: StepImages | None = None) -> ForwardOutput:
-        """Launch a step, with images if there are any in its tokens. The plan's memory may be reused when the step has finished.
-
-        Raises GroupBroken, like those below.
-        """
+        """Launch a step. The plan's memory may be reused when the step has finished. Raises GroupBroken, like those below."""
         self._carried = torch.empty(0)  # the memory is free for the step
         with self._translate_peer_loss:
             output = self._start(plan, images)

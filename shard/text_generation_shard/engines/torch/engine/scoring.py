@@ -30,7 +30,7 @@ Write = Callable[[], None]
 def start_scores(
     row: StepRow, scores: PromptScores, offset: int, hidden: Tensor, logits: Callable[[Tensor, int, int], Tensor]
 ) -> list[Write]:
-    """Launch the scoring of the prompt tokens that a row's hidden states predict; `offset` as in `Launched.prefills`.
+    """Launch the scoring of the prompt tokens that a row's hidden states predict; `offset` as in `StepInFlight.prefills`.
 
     `logits(hidden, first, end)` returns the logits of rows first <= row < end of the hidden states, without any sampling
     transformation. Position i predicts token i + 1.
@@ -66,7 +66,7 @@ def _start(sequence: Sequence, scores: PromptScores, first: int, logits: Tensor)
 def start_token_scores(
     row: StepRow, replay: Replay, offset: int, hidden: Tensor, executor: Executor, masks: TokenMasks | None
 ) -> list[Write]:
-    """Launch the scoring of the generated tokens that a row's hidden states predict; `offset` as in `Launched.prefills`."""
+    """Launch the scoring of the generated tokens that a row's hidden states predict; `offset` as in `StepInFlight.prefills`."""
     pending: list[Write] = []
     tokens, walker = replay.tokens, replay.walker
     predicted = replay.predicted(row.start, row.length)

@@ -117,7 +117,7 @@ class TPWorker:
 
     def on_copy(self, number: int, is_load: bool, groups: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: FBT001 – JSON
         assert self._host is not None
-        self._host.begin(Copy(number, is_load, tuple(CopiedBlocks(*each) for each in groups)), lambda: None)
+        self._host.begin(Copy(number, is_load, tuple(CopiedBlocks(*map(tuple, each)) for each in groups)), lambda: None)
 
     def on_copied(self, number: int) -> int:
         """Return -1 if a copy has not ended, else the number of blocks that failed."""

@@ -120,18 +120,19 @@ def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, gr
             ],
         )
         launched = executor.launch(rows, greedy=False)
-        _check_ranks(model, launched.hidden, group)
+        hidden = launched.output.normed
+        _check_ranks(model, hidden, group)
         for row, offset in launched.prefills:
-            parts[row.sequence.slot].append(executor.logits(launched.hidden, offset, offset + row.length).clone())
+            parts[row.sequence.slot].append(executor.logits(hidden, offset, offset + row.length).clone())
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    executor.store_sampled_tokens(rows, ids[:, -1].int().to(launched.hidden.device))
+    executor.store_sampled_tokens(rows, ids[:, -1].int().to(hidden.device))
     for sequence, token in zip(sequences, ids[:, -1].tolist(), strict=True):
         sequence.tokens.append(token)
     for sequence, start, part in zip(sequences, starts, parts, strict=True):
         # One at a time: steps of one row have kernels of their own.
         launched = executor.launch(step.StepRows(None, [step.StepRow(sequence, start, 1, samples=True)]), greedy=False)
-        assert launched.logits is not None
-        part.append(launched.logits.clone())
+        assert launched.output.logits is not None
+        part.append(launched.output.logits[:1].clone())
     return torch.stack([torch.cat(part) for part in parts])
 
 
