@@ -83,8 +83,9 @@ def test_scores_are_reported_as_far_as_they_are_asked_for(built: Engines, tokens
         each = iter(result.logprobs or [math.nan] * sum(counts))
         for slot, count in zip(result.slots, counts, strict=True):
             scores[slot] += islice(each, count)
+        of_slot = dict(zip(result.slots, counts, strict=True))
         for top in result.top_tokens:
-            assert (top.index < tokens_per_step, len(top.token_ids)) == (True, 2)
+            assert (top.index < of_slot[top.slot], len(top.token_ids)) == (True, 2)
             tops[top.slot] += 1
     assert [sum(map(math.isnan, row)) for row in scores] == [7, 0, 0]
     assert ([len(row) for row in scores], tops) == ([7, 7, 7], [0, 0, 7])
