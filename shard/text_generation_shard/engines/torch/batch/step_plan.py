@@ -3,12 +3,12 @@
     header | ids | positions | slots | behind | sampling | cells | blocks | pages | query indptr | page indptr | last pages
         | state reads | state writes
 
-The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `behind` has the drafts of a row that
-were right and are not in its state. `sampling` holds the indices of the tokens whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
-are updated: `cells` are indices into the flattened tables of all groups, `blocks` the new values. The columns from `pages` to
-`last pages` are the inputs of FlashInfer's planner for the chunks, the last two the blocks of their states. `pages` and
-`page_indptr` have a part for each group; that of a window group begins
-with the first block that a chunk needs.
+The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `behind` has the drafts of a row
+that were right and are not in its state. `sampling` holds the indices of the tokens whose successor is sampled; a plan without
+chunks has none, because all its tokens sample. Block tables stay on the device and are updated: `cells` are indices into the
+flattened tables of all groups, `blocks` the new values. The columns from `pages` to `last pages` are the inputs of FlashInfer's
+planner for the chunks, the last two the blocks of their states. `pages` and `page_indptr` have a part for each group; that of a
+window group begins with the first block that a chunk needs.
 """
 
 from collections.abc import Callable
@@ -202,10 +202,7 @@ def plan_chunks(
     greedy: bool,
     memory: Allocate = pageable_memory,
 ) -> StepPlan:
-    """Plan one token for each decode row, and its drafts, then the tokens of each chunk; there is at least one chunk.
-
-    `windows` are those of the groups of KV blocks.
-    """
+    """Plan one token for each decode row and its drafts, then the tokens of the chunks; `windows` are those of the groups."""
     decoding = [row for row in rows.others if not row.prefills]
     chunks = rows.others[len(decoding) :]
     first = rows.num_persistent + sum(row.length for row in decoding)

@@ -25,9 +25,8 @@ MAX_GROUP_KEYS = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Positions [start, start + length) of a row; `row` is its index in the step."""
+    """Positions [start, start + length) of a row."""
 
-    row: int
     slot: int
     start: int
     length: int
@@ -67,8 +66,6 @@ class StepBatch:
     entered_blocks: Tensor
     """[groups, blocks]: those that a row starts but does not fill in all layers in this step, to be cleared first."""
     groups: list[TileGroup]
-    rows: list[list[tuple[int, Tile]]]
-    """For each row, its tiles in order of position, each with its offset in the flat order."""
     places: Tensor
     """[n]: the index of each token in the plan."""
     plan: StepPlan
@@ -86,17 +83,11 @@ def build_batch(
     `fills`: the step writes to all layers.
     `tables` [groups, slots, blocks] are the block tables, `last_tokens` [slots] the tokens sampled last.
     """
-    groups = _groups(_tiles(plan), window)
-    tiles = [tile for group in groups for tile in group.tiles]
-    rows: list[list[tuple[int, Tile]]] = [[] for _ in range(1 + max(tile.row for tile in tiles))]
-    offset = 0
-    for tile in tiles:
-        rows[tile.row].append((offset, tile))
-        offset += tile.length
-    for row in rows:
-        row.sort(key=lambda pair: pair[1].start)
-    first, lengths = torch.tensor([(tile.place, tile.length) for tile in tiles]).T
-    places = (first + lengths - lengths.cumsum(0)).repeat_interleave(lengths) + torch.arange(offset)
+    tiles = _tiles(plan)
+    groups = _groups(tiles, window)
+    first, lengths = torch.tensor([(tile.place, tile.length) for group in groups for tile in group.tiles]).T
+    ends = lengths.cumsum(0)
+    places = (first + lengths - ends).repeat_interleave(lengths) + torch.arange(int(ends[-1]))
     ids, positions, slots = (
         torch.from_numpy(plan.column(name)).long()[places] for name in ("ids", "positions", "slots")
     )
@@ -104,19 +95,20 @@ def build_batch(
         token_ids=torch.where(ids >= 0, ids, last_tokens[slots].long()),
         positions=positions,
         write_index=cache.write_index(tables[:, slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE),
-        entered_blocks=_entered_blocks(rows, tables, fills=fills),
+        entered_blocks=_entered_blocks(tiles, tables, fills=fills),
         groups=groups,
-        rows=rows,
         places=places,
         plan=plan,
     )
 
 
-def _entered_blocks(rows: list[list[tuple[int, Tile]]], tables: Tensor, *, fills: bool) -> Tensor:
+def _entered_blocks(tiles: list[Tile], tables: Tensor, *, fills: bool) -> Tensor:
+    starts = {tile.slot: tile.start for tile in reversed(tiles)}
+    ends = {tile.slot: tile.end for tile in tiles}
     entered = [
-        (first.slot, index)
-        for first, end in ((tiles[0][1], tiles[-1][1].end) for tiles in rows)
-        for index in range(-(-first.start // BLOCK_SIZE), -(-end // BLOCK_SIZE))
+        (slot, index)
+        for slot, end in ends.items()
+        for index in range(-(-starts[slot] // BLOCK_SIZE), -(-end // BLOCK_SIZE))
         if not fills or (index + 1) * BLOCK_SIZE > end
     ]
     slots, indices = torch.tensor(entered, dtype=torch.int64).view(-1, 2).T
@@ -124,6 +116,7 @@ def _entered_blocks(rows: list[list[tuple[int, Tile]]], tables: Tensor, *, fills
 
 
 def _tiles(plan: StepPlan) -> list[Tile]:
+    """Return the tiles in the order of the plan; a slot has one row."""
     decoding = plan.num_decoding
     slots, positions = plan.column("slots"), plan.column("positions")
     pairs = zip(slots[:decoding].tolist(), positions[:decoding].tolist(), strict=True)
@@ -132,12 +125,12 @@ def _tiles(plan: StepPlan) -> list[Tile]:
         if tiles and tiles[-1].slot == slot and tiles[-1].end == position:  # a draft
             tiles[-1] = replace(tiles[-1], length=tiles[-1].length + 1)
         else:
-            tiles.append(Tile(len(tiles), slot, position, 1, place))
+            tiles.append(Tile(slot, position, 1, place))
     ends = (plan.column("query_indptr") + decoding).tolist()
-    for row, (first, end) in enumerate(pairwise(ends), len(tiles)):
+    for first, end in pairwise(ends):
         slot, start = int(slots[first]), int(positions[first])
         for place in range(first, end, TILE_TOKENS):
-            tiles.append(Tile(row, slot, start + place - first, min(TILE_TOKENS, end - place), place))
+            tiles.append(Tile(slot, start + place - first, min(TILE_TOKENS, end - place), place))
     return tiles
 
 
