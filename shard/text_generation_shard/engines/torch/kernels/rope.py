@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.kernels.fp8 import to_cache
+from text_generation_shard.engines.torch.kernels.append import to_cache
 from text_generation_shard.engines.torch.kernels.operands import RopeStep
 
 _MANY_TOKENS = 128
