@@ -51,13 +51,8 @@ STYLES = {
     "moe_tp_experts": Style(sums=True),
     "all_reduce": Style(sums=True),
     "moe_identity_expert": Style(shares=True),
-    "replicate": Style(),
-    "replicated_with_grad_allreduce": Style(),
-    "mla_kv_a_proj": Style(),
-    "embedding_rowwise": Style(),
-    "embedding_colwise": Style(),
-    "local": Style(),
-    "local_params": Style(),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local", "local_params"), Style()),
+    **dict.fromkeys(("embedding_rowwise", "embedding_colwise"), Style()),
 }
 """The styles of transformers 5.23. Embeddings are whole on every rank."""
 EXPERTS = "moe_tp_experts"

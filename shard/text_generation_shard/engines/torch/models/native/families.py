@@ -80,14 +80,7 @@ DEEPSEEK_V3 = Family(
     experts=SIGMOID_EXPERTS,
     prediction=NEXTN,
 )
-MISTRAL4_ROPE = (
-    ("rope_type", "yarn"),
-    ("factor", 128.0),
-    ("original_max_position_embeddings", 8192),
-    ("mscale", 1.0),
-    ("mscale_all_dim", 1.0),
-    ("llama_4_scaling_beta", 0.1),
-)
+MISTRAL_ROPE = (("rope_type", "yarn"), ("mscale", 1.0), ("mscale_all_dim", 1.0), ("llama_4_scaling_beta", 0.1))
 
 FAMILIES: dict[str, Family] = {
     **TEXT_PARTS,
@@ -100,14 +93,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
         rms_norm_eps=1e-5,
         rope_theta=1_000_000.0,
-        rope=(
-            ("rope_type", "yarn"),
-            ("factor", 16.0),
-            ("original_max_position_embeddings", 16384),
-            ("mscale", 1.0),
-            ("mscale_all_dim", 1.0),
-            ("llama_4_scaling_beta", 0.1),
-        ),
+        rope=(*MISTRAL_ROPE, ("factor", 16.0), ("original_max_position_embeddings", 16384)),
         windows="all layers",
     ),
     "qwen2": QWEN2,
@@ -244,7 +230,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         architecture="Mistral4ForCausalLM",
         partial_rotary=0.5,
-        rope=MISTRAL4_ROPE,
+        rope=(*MISTRAL_ROPE, ("factor", 128.0), ("original_max_position_embeddings", 8192)),
         latent=LatentSizes(query_rank=1024, rank=256, plain=64),
         experts=replace(SOFTMAX_EXPERTS, count=128, each=4),
     ),
