@@ -157,10 +157,7 @@ def gpus_of_shard(config: ShardConfig, environ: Mapping[str, str]) -> tuple[tupl
 
 
 def stay_near(gpus: Sequence[Gpu]) -> None:
-    """Bind this process, and the processes it starts later, to the cores near these GPUs.
-
-    Cores that the operator or a service manager chose are kept.
-    """
+    """Bind this process to the cores near these GPUs, unless the operator or a service manager chose its cores."""
     allowed = os.sched_getaffinity(0)
     near = frozenset().union(*(gpu.cpus for gpu in gpus)) & allowed
     if not near or near == allowed:

@@ -76,11 +76,6 @@ class Matcher:
         """True if steps compute its masks."""
         return self.beside is None and not self.is_slow
 
-    @without_panics
-    def allowed(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens that the grammar allows next."""
-        return self.raw.validate_tokens(list(token_ids))
-
     def copy(self) -> Matcher:
         """Return a matcher in the same state, which advances by itself."""
         return replace(self, raw=self.raw.deep_copy())
@@ -184,10 +179,7 @@ class Grammars:
 
 
 def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | None:
-    """Load the tokenizer.json in `folder`; return None if there is none, or llguidance cannot read it.
-
-    Takes a quarter of a second for 50 thousand tokens.
-    """
+    """Load the tokenizer.json in `folder`; return None if there is none, or llguidance cannot read it."""
     name = "tokenizer.json"
     if not folder or find_spec("llguidance") is None:
         return None

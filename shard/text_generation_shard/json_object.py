@@ -83,10 +83,7 @@ class JsonObject:
 
     @classmethod
     def read(cls, folder: Path, name: str = "config.json") -> Self:
-        """Read the object in a file of a model folder.
-
-        Raises EngineError, or FileNotFoundError or NotADirectoryError if there is no file.
-        """
+        """Read the object in a file. Raises EngineError, or FileNotFoundError or NotADirectoryError if there is no file."""
         try:
             path = find_file(folder, name)
             data = read_file(path, MAX_CONFIG_BYTES)

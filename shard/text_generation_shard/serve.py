@@ -151,10 +151,7 @@ async def _serve_engine(
 
 
 async def _find_gpus(config: ShardConfig) -> tuple[tuple[Gpu, ...], str]:
-    """Move this process to the cores near its GPUs, before the engine's threads start.
-
-    Returns the GPUs to observe, and the reason if there are none.
-    """
+    """Move to the cores near the GPUs before the engine's threads start; return those to observe, and why there are none."""
     try:
         # The first call after boot initialises the driver, which takes seconds.
         own, observed = await asyncio.to_thread(gpus_of_shard, config, os.environ)

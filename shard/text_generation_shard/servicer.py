@@ -35,17 +35,15 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
     def __init__(self, owner: SessionOwner, health: ShardHealth, config: ShardConfig) -> None:
         self._owner = owner
         self._health = health
-        self._rank = config.rank
         self._config = config
         self._host_cache = host_contents(config)
-        self._world_size = config.world_size
         self._adapters = AdapterChanges(config, owner)
 
     async def Info(  # noqa: N802 - gRPC's name
         self, request: pb.InfoRequest, context: grpc.aio.ServicerContext[pb.InfoRequest, pb.InfoResponse]
     ) -> pb.InfoResponse:
         engine = await self._loaded(context)
-        answer = info_to_pb(engine.info, self._rank, self._world_size)
+        answer = info_to_pb(engine.info, self._config.rank, self._config.world_size)
         answer.loads_adapters = self._adapters.permitted
         loaded = self._adapters.loaded.items()
         answer.loaded_adapters.extend(pb.LoadAdapterRequest(name=name, path=path) for name, path in loaded)
@@ -65,8 +63,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
 
     async def _change(self, context: grpc.aio.ServicerContext[Any, Any], name: str, path: str | None) -> None:
         engine = await self._loaded(context)
-        if self._rank:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
+        await self._check_leads(context)
         # Made to its end, also if the caller does not wait for it.
         if (refusal := await asyncio.shield(self._adapters.change(engine, name, path))) is not None:
             await context.abort(*refusal)
@@ -75,8 +72,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         self, request: pb.WarmUpRequest, context: grpc.aio.ServicerContext[pb.WarmUpRequest, pb.WarmUpResponse]
     ) -> pb.WarmUpResponse:
         engine = await self._loaded(context)
-        if self._rank:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
+        await self._check_leads(context)
         limits = WarmUpLimits(
             max_batch_prefill_tokens=request.max_batch_prefill_tokens,
             max_batch_size=request.max_batch_size,
@@ -129,8 +125,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         self, request_iterator: object, context: RunContext
     ) -> None:
         owner = self._owner
-        if self._rank:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
+        await self._check_leads(context)
         if owner.engine is None or not owner.is_warm:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "WarmUp comes first")
         if not await owner.wait_until_free():
@@ -140,7 +135,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         try:
             await self._health.add_drivers(1)
             await context.send_initial_metadata(SESSION_OPEN)  # a refusal has none
-            most_bytes = most_orders(info_to_pb(owner.engine.info, self._rank, self._world_size))
+            most_bytes = most_orders(info_to_pb(owner.engine.info, self._config.rank, self._config.world_size))
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(_read_orders(session, context, most_bytes, copies=bool(self._host_cache)))
                 while (report := await reports.get()) is not None:
@@ -169,15 +164,13 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
         return self._owner.engine
 
-    def _follows(self) -> str:
-        return f"rank {self._rank} follows: call rank 0"
+    async def _check_leads(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._config.rank:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"rank {self._config.rank} follows: call rank 0")
 
 
 async def _read_orders(session: EngineSession, context: RunContext, most_bytes: int, *, copies: bool) -> None:
-    """Pass the client's orders to the session until the client has no more; `copies`: they may have some.
-
-    Raises InvalidOrders, BadParts.
-    """
+    """Pass on the client's orders until it has no more; `copies`: they may have some. Raises InvalidOrders, BadParts."""
     last = 0
     parts = Joiner[pb.Orders](most_bytes)
     try:

@@ -224,10 +224,7 @@ class SessionOwner:
         return self._warmed[1] if self._warmed is not None and self._warmed[0] == limits else None
 
     async def wait_until_free(self) -> bool:
-        """Return True once no session is open, False if one is open and in use.
-
-        A session whose client is gone ends with the step in progress; wait for it.
-        """
+        """Return True once no session is open, False if one is in use. One whose client is gone ends with the step in progress."""
         while self.session is not None:
             if not self.session.ending:
                 return False

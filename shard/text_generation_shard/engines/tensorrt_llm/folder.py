@@ -24,11 +24,7 @@ MAX_ROPE_FACTOR = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """Type, sizes and EOS tokens of a Hugging Face model.
-
-    They are read here and passed to TensorRT-LLM, because its worker process does not report the values it uses (`LLM.args` holds
-    the arguments as given).
-    """
+    """Type, sizes and EOS tokens, given to TensorRT-LLM: its worker process does not report the values that it uses."""
 
     model_type: str
     dtype: str
@@ -42,10 +38,7 @@ class HuggingFaceModel:
 
 
 def inspect_folder(path: Path) -> CompiledEngine | JsonObject:
-    """Return the build of the compiled engines in a folder, or the config.json of a Hugging Face checkpoint.
-
-    Raises EngineError if it holds no model that can be served.
-    """
+    """Return the build of the compiled engines in a folder, or the config.json of a Hugging Face checkpoint. Raises EngineError."""
     config = _read_config(path)
     marks = [mark in config for mark in ("pretrained_config", "build_config")]
     if all(marks) or (any(marks) and "architectures" not in config):

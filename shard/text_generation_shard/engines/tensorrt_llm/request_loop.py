@@ -14,10 +14,12 @@ All tokens of one engine iteration wake the loop together, so one turn of the lo
 """
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any
 
 from text_generation_common.log import log
@@ -42,9 +44,8 @@ class RequestLoop:
         self._on_broken = on_broken
         self.loop = asyncio.new_event_loop()
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
-        self._lock = threading.Condition()
-        self._ready: list[tuple[Stream, StreamUpdate]] = []
-        self._awake = False
+        self._ready: queue.SimpleQueue[list[tuple[Stream, StreamUpdate]]] = queue.SimpleQueue()
+        """The updates of each turn of the loop; an empty list wakes `collect`."""
         self._updates: list[tuple[Stream, StreamUpdate]] = []
         """The updates of this turn of the loop; used on its thread only."""
         self.last_output_at = time.monotonic()
@@ -65,10 +66,7 @@ class RequestLoop:
         self.loop.call_soon_threadsafe(self._abort, stream)
 
     def probe(self, arguments: Mapping[str, Any], timeout_s: float, broken: Callable[[], str | None]) -> str | None:
-        """Run one request to its end. Return why it produced no token in time; None if it did.
-
-        `broken` returns the reason once the engine is known to be broken, which ends the wait.
-        """
+        """Run one request to its end. Return why no token came in time, or what `broken` returns meanwhile; None if one came."""
         future = self.begin_probe(arguments)
         deadline = time.monotonic() + timeout_s
         while not wait((future,), PROBE_POLL_S).done:
@@ -86,11 +84,11 @@ class RequestLoop:
 
     def collect(self, timeout_s: float) -> dict[Stream, StreamUpdate]:
         """Return the updates of each stream. Waits for an update, a call of `wake`, or the timeout."""
-        with self._lock:
-            if not self._ready and not self._awake:
-                self._lock.wait(timeout_s)
-            self._awake = False
-            pairs, self._ready = self._ready, []
+        pairs: list[tuple[Stream, StreamUpdate]] = []
+        with suppress(queue.Empty):
+            pairs += self._ready.get(timeout=timeout_s)
+            while True:
+                pairs += self._ready.get_nowait()
         if len(ready := dict(pairs)) < len(pairs):  # the caller is late
             ready = {}
             for stream, update in pairs:
@@ -100,9 +98,7 @@ class RequestLoop:
 
     def wake(self) -> None:
         """Make `collect` return. May be called from any thread."""
-        with self._lock:
-            self._awake = True
-            self._lock.notify()
+        self._ready.put([])
 
     def leave(self) -> None:
         """Leave the library's sockets, which are for one thread at a time, to its shutdown; that aborts what still runs."""
@@ -189,10 +185,8 @@ class RequestLoop:
         self._updates.append((stream, update))
 
     def _hand_over(self) -> None:
-        with self._lock:
-            self._ready += self._updates
-            self._lock.notify()
-        self._updates.clear()
+        self._ready.put(self._updates)
+        self._updates = []
 
 
 def probe_problem(probe: Future[int]) -> str | None:

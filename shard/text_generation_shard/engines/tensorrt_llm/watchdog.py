@@ -20,10 +20,7 @@ WORKER_COMMANDS = ("mpi4py.futures.server", "mgmn_leader_node", "mgmn_worker_nod
 
 
 def find_workers() -> list[Process]:
-    """Return the engine's processes.
-
-    TensorRT-LLM starts one per GPU, also for a single GPU. They are children of MPI's helper, so all descendants are searched.
-    """
+    """Return the engine's processes: one for each GPU, also for a single one, below a helper of MPI."""
     return [process for process in descendants() if any(part in command(process.pid) for part in WORKER_COMMANDS)]
 
 

@@ -140,10 +140,7 @@ class AttentionPlan:
         tables: Tensor,
         layer: LayerShape,
     ) -> _View:
-        """Build the view of a group.
-
-        `positions`, and the last ones that they attend to, are [sequences, queries]; `slots` [sequences, 1].
-        """
+        """Build a view; `positions`, and the last ones that they attend to, are [sequences, queries]; `slots` [sequences, 1]."""
         device, window = self._device, layer.window
         first_blocks = [layer.first_position(tile.start) // BLOCK_SIZE for tile in group.tiles]
         end_blocks = (lasts.amax(1) // BLOCK_SIZE + 1).tolist()

@@ -65,10 +65,7 @@ class EngineBuilder:
         *,
         has_axes: bool = False,
     ) -> Runner:
-        """Return the runner of a model; with `group`, for the steps of another group than that of the model.
-
-        `has_axes`: the rotary positions of images have several axes.
-        """
+        """Return the runner of a model, for the steps of `group` if given; `has_axes`: images have rotary positions in several axes."""
         longest = self.info.max_sequence_length
         shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
         group = group or self.group

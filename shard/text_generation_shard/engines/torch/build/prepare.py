@@ -119,10 +119,7 @@ def with_drafts(config: ShardConfig, model_config: ModelConfig, device: torch.de
 
 
 def find_prediction(config: ShardConfig, model: ModelConfig, device: torch.device) -> PredictionConfig | None:
-    """Return the draft model, else the layer of the checkpoint that predicts tokens, if any; logs why one is not loaded.
-
-    Raises EngineError for a draft model that does not fit.
-    """
+    """Return the draft model, else the predicting layer of the checkpoint; logs why that is not loaded. Raises EngineError."""
     if config.speculator:
         own = read_eagle(Path(config.speculator), model, has_files=config.load_format != "dummy")
         check_prediction(config, own, device)
@@ -208,10 +205,7 @@ def check_memory(config: ModelDescription, itemsize: int, target: Target, ranks:
 
 
 def check_checkpoint(config: ShardConfig, model_config: ModelDescription) -> None:
-    """Raise EngineError if config.json describes a far larger model than the files hold, before memory for it is allocated.
-
-    A smaller difference is found by the loader, which names the tensor.
-    """
+    """Raise EngineError if config.json describes a far larger model than the files hold; the loader finds smaller differences."""
     if config.load_format == "dummy":
         return
     weights = model_config.projection_weights + model_config.embedding_weights

@@ -16,11 +16,7 @@ MARGIN_FRACTION = 0.01
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep large freed blocks for the next step instead of returning them to the system.
-
-    glibc raises its thresholds to the size of freed blocks (mallopt(3), M_MMAP_THRESHOLD). Without this, a step of 48
-    sequences returned 18 MiB each time and spent a tenth of its time on page faults.
-    """
+    """Make glibc keep large freed blocks for the next step (mallopt(3)): page faults took a tenth of the time of a step."""
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 

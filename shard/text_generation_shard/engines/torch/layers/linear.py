@@ -78,10 +78,7 @@ class DenseLinear:
         return self.weight
 
     def pack(self) -> None:
-        """Reorder the weight for oneDNN, which otherwise does so at every call: half of a decode step's time.
-
-        torch's operators for it have names with an underscore only.
-        """
+        """Reorder the weight for oneDNN, which else does so at every call. torch has no public operators for it."""
         if _packs(self.weight):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
             self._packed = True

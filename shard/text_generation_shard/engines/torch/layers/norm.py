@@ -30,10 +30,7 @@ class RMSNorm:
         return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
     def process_weights_after_loading(self) -> None:
-        """Add the 1 of a zero-centered weight, and multiply by the factor.
-
-        The weight becomes float32: in bfloat16 the 1 would take its bits.
-        """
+        """Add the 1 of a zero-centered weight, in float32, as it would take the bits of bfloat16, and multiply by the factor."""
         if self._zero_centered:
             self.weight = self.weight.float() + 1.0
         if self._factor != 1.0:

@@ -138,10 +138,7 @@ def rotary_table(frequencies: Tensor, scale: float | Tensor, max_positions: int,
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Return the frequencies of the rotated pairs in float32, and the factor for cos and sin.
-
-    The formulas of transformers' ROPE_INIT_FUNCTIONS, operation by operation, so that the bits agree.
-    """
+    """Return the frequencies of the rotated pairs, and the factor for cos and sin: to the bit those of transformers."""
     rotary_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
     exponents /= head_dim if rope.type == "proportional" else rotary_dim

@@ -109,10 +109,7 @@ class FollowerChannel(_Channel):
         self._payload = bytearray(1 << 16)
 
     def receive(self) -> tuple[int, memoryview]:
-        """Wait for the next message: its kind and payload. Raises GroupBroken.
-
-        The payload is a view of the channel's buffer, which the next call overwrites.
-        """
+        """Wait for the next message: its kind and its payload, which the next call overwrites. Raises GroupBroken."""
         kind, size = _HEADER.unpack(self._leader.read(self._header))
         if size > len(self._payload):
             self._payload = bytearray(size)  # a new one: a buffer with an exported view cannot be resized

@@ -5,14 +5,12 @@ engine reports it, and the shard exits.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NoReturn
 
 from text_generation_common.log import log
 from text_generation_common.one_line import typed_line
-from text_generation_proto.cache_groups import CacheGroup
-from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.adapters import LoraAdapter
-from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
+from text_generation_shard.engine import EngineError, EngineInfo, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
 
 CLOSE_TIMEOUT = 5.0
@@ -45,14 +43,10 @@ class FollowerEngine(SynchronousEngine):
         self._thread.start()
         channel.watch(self._on_leader_lost)
 
-    def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
+    def _refuse(self, *_: object) -> NoReturn:
         raise EngineError(f"rank {self._rank} follows: call rank 0")
 
-    def apply(self, orders: Orders) -> list[Failure]:
-        raise EngineError(f"rank {self._rank} follows: call rank 0")
-
-    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> Iterator[None]:
-        raise EngineError(f"rank {self._rank} follows: call rank 0")
+    warm_up = apply = set_adapter = _refuse
 
     def step(self) -> StepResult | None:
         return None

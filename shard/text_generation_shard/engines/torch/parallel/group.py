@@ -132,10 +132,7 @@ class ParallelGroup:
 
 
 def join_group(config: ShardConfig, device: torch.device) -> ParallelGroup:
-    """Connect to the other ranks of this replica and set up the collectives on `device`. Waits for all ranks.
-
-    Raises EngineError with a one-line message if a rank does not connect or the collectives cannot be set up.
-    """
+    """Connect to the other ranks of this replica and set up the collectives on `device`. Raises EngineError."""
     tp = TensorParallelRank(config.rank, config.world_size)
     if tp.world_size == 1:
         return ParallelGroup(tp)

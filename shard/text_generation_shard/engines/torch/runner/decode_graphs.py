@@ -116,10 +116,7 @@ class DecodeGraphs:
         self._graphs[size, adapted] = _Graph(replay, numbers, output)
 
     def replay(self, plan: StepPlan, numbers: Tensor, ids: Tensor | None = None) -> ForwardOutput | None:
-        """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory.
-
-        `ids` on the device are in the place of the first tokens of the plan.
-        """
+        """Run a step by its graph; None if none fits. `numbers` is the plan in pinned memory, `ids` on the device replace its first ids."""
         graph = self._graphs.get((plan.sizes.tokens, plan.adapted))
         if plan.sizes.chunks or graph is None or graph.numbers.shape != numbers.shape:
             return None

@@ -98,10 +98,7 @@ class DeviceRunner(Runner):
     def capture_pieces(
         self, recorder: GraphPool, sizes: Sequence[int], captured: Callable[[], None]
     ) -> PiecewiseGraphs | None:
-        """Capture the pieces of the model, calling `captured` for each of `sizes`; later steps with chunks use those that fit.
-
-        Returns None for a model that cannot be cut at attention.
-        """
+        """Capture the pieces of the model for `sizes`, calling `captured` for each; None if it cannot be cut at attention."""
         forward = self._model.cut_forward(CAPTURE_SIZES[-1])
         if forward is None:
             return None

@@ -96,10 +96,7 @@ class _CapturedPass:
 
 
 class PiecewiseGraphs:
-    """Sets of captured pieces that share memory. Call everything in inference mode.
-
-    `forward` is that of a model: see `Model.cut_forward`.
-    """
+    """Sets of captured pieces that share memory, of a `forward` as `Model.cut_forward` returns it. Used in inference mode."""
 
     def __init__(self, forward: Callable[[DeviceStep], Tensor], context: StepContext, dummy_slot: int) -> None:
         self._forward = forward

@@ -315,10 +315,7 @@ class TopCandidates:
 
 
 def top_candidates(sampled: SampledTensors, rows: Sequence[int], n: int) -> TopCandidates:
-    """Launch the search for the `n` most probable tokens, or fewer, of some `rows` of a step.
-
-    The result can be read when the device is past this point of the stream.
-    """
+    """Launch the search for the `n` most probable tokens of some `rows` of a step; it can be read when the device is past this point."""
     index = upload(rows, torch.int64, sampled.scores.device)
     scores = sampled.scores.index_select(0, index)
     count = min(n + TIES, scores.shape[1])

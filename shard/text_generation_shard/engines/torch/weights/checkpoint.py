@@ -32,10 +32,7 @@ other models of text."""
 
 
 class Checkpoint:
-    """The names of a folder's tensors and their files. Raises EngineError with a one-line message.
-
-    With `text_only`, the tensors of the text part of a model of text and images have the names of a model of text.
-    """
+    """The tensors of a folder and their files; with `text_only`, a text part has the names of a model of text. Raises EngineError."""
 
     def __init__(self, folder: Path, *, text_only: bool = False) -> None:
         self.folder = folder
@@ -62,10 +59,7 @@ class Checkpoint:
         return self._files[name]
 
     def map(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return views of mapped files: nothing is read before it is copied, and the views keep the mapping alive.
-
-        Grouped by file, in the order of the files' data.
-        """
+        """Return views of mapped files, which keep the mapping alive, in the order of the files' data. Nothing is read before it is copied."""
         names_of: dict[Path, list[str]] = {}
         for name in names:
             names_of.setdefault(self._files[name], []).append(name)

@@ -42,10 +42,7 @@ def load(config: ShardConfig, parameters: NamedParameters, scheme: Scheme | None
 
 
 def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | None = None) -> None:
-    """Load every parameter from the tensor of its name, converted to its dtype. Raises EngineError with a one-line message.
-
-    Weights that `scheme` says are quantized are dequantized into a parameter of a wider dtype.
-    """
+    """Load every parameter from the tensor of its name, dequantized and converted to its dtype. Raises EngineError."""
     transfers = plan_loading(folder, parameters, scheme)
     progress = WorkProgress("loading weights", sum(transfer.nbytes for transfer in transfers), in_bytes=True)
     for copied in copy_all(transfers):

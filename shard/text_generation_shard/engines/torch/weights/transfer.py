@@ -87,10 +87,7 @@ class PinnedCopier:
 
 
 def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
-    """Copy everything. Yields the source bytes of each transfer once its copy has started; returns when all are complete.
-
-    All targets are on one device.
-    """
+    """Copy everything to one device; yields the source bytes of each transfer once its copy has started, returns when all are complete."""
     if not transfers:
         return
     device = transfers[0].target.device

@@ -63,18 +63,9 @@ class TransformersConfig:
     quantization: Scheme | None = None
     """The formats of the checkpoint's weights, which are dequantized."""
 
-    @property
-    def architecture(self) -> str:
-        """The name of the class that transformers runs."""
-        name: str = self.model_class.__name__
-        return name
-
 
 def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig:
-    """Read config.json; `quantize` is the value of --quantize.
-
-    Raises EngineError with a one-line message if transformers cannot run the model.
-    """
+    """Read config.json; `quantize` is the value of --quantize. Raises EngineError if transformers cannot run the model."""
     silence()
     raw = JsonObject.read(folder)
     model_type = raw.text("model_type")

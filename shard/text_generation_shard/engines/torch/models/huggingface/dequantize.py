@@ -40,10 +40,7 @@ Shape = tuple[int, ...]
 
 
 def dequantized_tensors(checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a quantized checkpoint, with weights of `dtype` in the place of the quantized ones.
-
-    Raises EngineError with a one-line message, naming a tensor.
-    """
+    """Return the tensors of a checkpoint, with weights of `dtype` in the place of the quantized ones. Raises EngineError."""
     tensors = checkpoint.map(checkpoint.names)
     parts: dict[str, ParameterShard] = {}
     used: set[str] = set()

@@ -137,10 +137,7 @@ def image_part(whole: LibraryConfig) -> LibraryModel:
 
 
 def image_processor(folder: Path, whole: LibraryConfig) -> Callable[..., Any]:
-    """Return the processor of images of the model in a folder, as its processor of texts and images calls it.
-
-    As in the library, it computes with torchvision if that is installed, else with Pillow and NumPy.
-    """
+    """Return the image processor of a folder's model; as in the library, with torchvision if that is installed, else Pillow."""
     if whole.model_type == "llama4" and not is_torchvision_available():
         return Llama4ImageProcessor(ImageProcessingMixin.get_image_processor_dict(folder)[0])
     processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)  # type: ignore[no-untyped-call]
@@ -190,10 +187,7 @@ class HiddenStates(BaseModelOutput):
 
 
 def use_attention(model: LibraryModel, name: str) -> None:
-    """Let every part of the model use the attention function `name`.
-
-    `set_attn_implementation` skips classes that do not declare the attention interface.
-    """
+    """Let all parts of a model use `name`; `set_attn_implementation` skips classes that do not declare the interface."""
     for module in model.modules():
         if (config := getattr(module, "config", None)) is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = name

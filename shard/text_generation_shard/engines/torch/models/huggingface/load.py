@@ -53,7 +53,7 @@ def load_model(
         raise
     except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
         raise EngineError(
-            f"{config.model_path}: transformers cannot load {model_config.architecture}: {one_line(error)}"
+            f"{config.model_path}: transformers cannot load {model_config.model_class.__name__}: {one_line(error)}"
         ) from None
     use_attention(model, NAME)
     log.info("weights loaded by transformers", seconds=round(time.monotonic() - started, 1))

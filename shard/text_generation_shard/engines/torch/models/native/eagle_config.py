@@ -36,10 +36,7 @@ SERVED = {
 
 
 def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> PredictionConfig:
-    """Read the draft model of `folder` for a model. Raises EngineError for one that is not served.
-
-    `has_files`: False with random weights.
-    """
+    """Read the draft model of `folder` for `target`; `has_files`: False with random weights. Raises EngineError."""
     try:
         whole = JsonObject.read(folder)
     except (FileNotFoundError, NotADirectoryError):

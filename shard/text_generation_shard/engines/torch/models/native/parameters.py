@@ -248,10 +248,7 @@ def empty_weights(
     *,
     on_cpu: bool,
 ) -> "ModelWeights":
-    """Return the empty weights of a rank, with the precision of a CPU or a GPU. Raises EngineError for adapters of other models.
-
-    Without `room` there are places for these adapters alone.
-    """
+    """Return the empty weights of a rank; without `room` with places for these adapters alone. Raises EngineError."""
     room = room or LoraRoom(len(adapters), max((each.rank for each in adapters), default=0), takes_others=False)
     if room.slots and config.multipliers is not None:
         raise EngineError(f"LoRA adapters of {config.model_type} models are not served: their projections have factors")

@@ -73,11 +73,6 @@ class StateConfig:
     beta_scale: float = 1.0
 
     @property
-    def keys(self) -> int:
-        """Columns of the keys of all groups."""
-        return self.groups * self.key_width
-
-    @property
     def values(self) -> int:
         """Columns of the values of all heads."""
         return self.heads * self.value_width
@@ -95,7 +90,7 @@ class StateConfig:
     def layer_weights(self, hidden_size: int) -> int:
         if self.family.kind == "short_convolution":
             return 4 * hidden_size * hidden_size
-        return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.heads)
+        return hidden_size * (2 * self.groups * self.key_width + 3 * self.values + 2 * self.heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,10 +74,7 @@ def online_fp8() -> Scheme:
 
 
 def choose_scheme(found: Scheme | None, asked: str | None) -> Scheme | None:
-    """Return the scheme to serve with: that of the checkpoint, or that of --quantize if the checkpoint has none.
-
-    Raises UnsupportedSchemeError if the two differ.
-    """
+    """Return the scheme of the checkpoint, or that of --quantize if it has none. Raises UnsupportedSchemeError if the two differ."""
     if asked is None:
         return found
     if found is None:
