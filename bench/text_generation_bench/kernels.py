@@ -45,7 +45,7 @@ from text_generation_shard.engines.torch.kernels.decode_attention import DecodeA
 from text_generation_shard.engines.torch.kernels.decode_launch import Merge, config_for
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep, GatedActivation, RopeStep
-from text_generation_shard.engines.torch.layers.rope import rotary_table
+from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding
 
 EPS = 1e-5
 FEW_ROWS = (1, 2, 3, 4)
@@ -196,10 +196,11 @@ def flashinfer_launches(
 
 def elementwise(table: Table) -> None:
     """Time the kernels of a Llama-8B layer besides its products, and greedy sampling over SmolLM2's vocabulary."""
-    angles = rotary_table(torch.rand(64, device=DEVICE), 1.0, 8192, DEVICE)
+    rotary = RotaryEmbedding(Rope("default", 10_000.0), 128, torch.device(DEVICE))
+    rotary.fill_table(8192)
     embeddings = randn(49152, 4096)
     for rows in (1, 32, 256, 8192):
-        layer_kernels(table, rows, angles, embeddings)
+        layer_kernels(table, rows, rotary.table, embeddings)
     for rows in (1, 32, 256):
         greedy_sampling(table, rows, len(embeddings))
 

@@ -64,12 +64,25 @@ class RotaryEmbedding:
         self._frequencies = torch.cat((frequencies, rest)).to(device)
         self._scale = torch.cat((torch.full_like(frequencies, scale), rest + 1.0)).to(device)
         self.table = torch.empty(0, device=device)
-        """float32 [max_positions, 2, head_dim / 2], if it is given or after `fill_table`."""
+        """float32 [max_positions, 2, head_dim / 2], cos and sin, if it is given or after `fill_table`."""
 
     def fill_table(self, max_positions: int) -> None:
-        """Compute `table`, for kernels that read the factors of a position, if it does not have them yet."""
-        if len(self.table) < max_positions:
-            self.table = rotary_table(self._frequencies, self._scale, max_positions, self._frequencies.device)
+        """Compute `table`, for kernels that read the factors of a position, if it does not have them yet.
+
+        An angle is the float32 product of position and frequency, as in transformers: a more precise one would give different
+        results at high positions.
+        """
+        if len(self.table) >= max_positions:
+            return
+        device = self._frequencies.device
+        self.table = torch.empty(max_positions, 2, self._half, dtype=torch.float32, device=device)
+        for start in range(0, max_positions, _TABLE_CHUNK):
+            chunk = self.table[start : start + _TABLE_CHUNK]
+            positions = torch.arange(start, start + len(chunk), device=device).unsqueeze(1).float()
+            angles = positions * self._frequencies
+            torch.cos(angles, out=chunk[:, 0])
+            torch.sin(angles, out=chunk[:, 1])
+        self.table.mul_(self._scale)
 
     def rows(self, positions: Tensor) -> Tensor:
         """Return the rows of `table` for positions [3, tokens] in each axis: [tokens, 2, head_dim / 2]."""
@@ -118,23 +131,6 @@ def head_order(rope: Rope, head_dim: int) -> list[int] | None:
     middle = (rotary_dim + head_dim) // 2
     order = [*first, *range(rotary_dim, middle), *second, *range(middle, head_dim)]
     return None if order == list(range(head_dim)) else order
-
-
-def rotary_table(frequencies: Tensor, scale: float | Tensor, max_positions: int, device: torch.device) -> Tensor:
-    """Return cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
-
-    `frequencies` float32 [head_dim / 2] and `scale` come from `inverse_frequencies`. An angle is the float32 product of position
-    and frequency, as in transformers: a more precise one would give different results at high positions.
-    """
-    frequencies = frequencies.to(device)
-    table = torch.empty(max_positions, 2, len(frequencies), dtype=torch.float32, device=device)
-    for start in range(0, max_positions, _TABLE_CHUNK):
-        chunk = table[start : start + _TABLE_CHUNK]
-        positions = torch.arange(start, start + len(chunk), device=device).unsqueeze(1).float()
-        angles = positions * frequencies
-        torch.cos(angles, out=chunk[:, 0])
-        torch.sin(angles, out=chunk[:, 1])
-    return table.mul_(scale)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

@@ -13,11 +13,12 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.operands import RopeStep
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
-from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding, inverse_frequencies, rotary_table
+from text_generation_shard.engines.torch.layers.rope import Rope, RotaryEmbedding, inverse_frequencies
 
 SLOTS, POSITIONS = 4, 160
 DUMMY_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE
 SCALE = 1.25
+ROPE = Rope("default", 10_000.0)
 EPS = 1e-2
 
 
@@ -153,9 +154,8 @@ def test_tokens_of_the_dummy_slot_are_written_only_to_its_block(device: torch.de
     ids=["llama3", "yarn"],
 )
 def test_the_table_matches_the_cpu_path(rope: Rope, device: torch.device) -> None:
-    frequencies, scale = inverse_frequencies(rope, 64)
     positions = torch.arange(10_007, device=device)  # not a multiple of the chunk size
-    table = rotary_table(frequencies, scale, len(positions), device)
+    table = _table(rope, 64, len(positions), device)
     assert (table.dtype, table.shape) == (torch.float32, (10_007, 2, 32))
     cos, sin = RotaryEmbedding(rope, 64, device).factors(positions, torch.float32)
     torch.testing.assert_close(table[:, 0], cos[:, 0, 32:], rtol=0, atol=1e-6)
@@ -191,7 +191,7 @@ def _step(heads: Heads, tokens: int, device: torch.device) -> RopeStep:
         positions=cells % POSITIONS,
         slots=cells // POSITIONS,
         block_tables=torch.cat((blocks, torch.full_like(blocks[:1], DUMMY_BLOCK))),
-        table=rotary_table(_frequencies(heads, device), SCALE, POSITIONS, device),
+        table=SCALE * _table(ROPE, heads.dim, POSITIONS, device),
         num_heads=heads.queries,
         num_kv_heads=heads.kv,
         head_dim=heads.dim,
@@ -200,7 +200,13 @@ def _step(heads: Heads, tokens: int, device: torch.device) -> RopeStep:
 
 
 def _frequencies(heads: Heads, device: torch.device) -> Tensor:
-    return inverse_frequencies(Rope("default", 10_000.0), heads.dim)[0].to(device)
+    return inverse_frequencies(ROPE, heads.dim)[0].to(device)
+
+
+def _table(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
+    rotary = RotaryEmbedding(rope, head_dim, device)
+    rotary.fill_table(positions)
+    return rotary.table
 
 
 def _empty_cache(heads: Heads, dtype: torch.dtype, device: torch.device) -> Tensor:
