@@ -43,7 +43,7 @@ class ScriptedDrafts(Drafter):
             for each in sequences
             if predictor.may_follow(each) and (each.matcher is None or each.matcher.is_quick)
         }
-        found = predictor.drafts(lengths)
+        found = predictor.drafts(lengths, prompts=self._draw.random() < 0.9)
         right = {each.slot: self._right(each) for each in sequences if self._draw.random() < 0.7}
         drafts = {slot: (*right.get(slot, ())[: self._draw.randrange(9)],) for slot in found}
         return {
@@ -119,7 +119,7 @@ class Predicted(Drafter):
             for each in sequences
             if self.predictor.may_follow(each)
         }
-        found = self.predictor.drafts(lengths)
+        found = self.predictor.drafts(lengths, prompts=True)
         assert {slot: len(tokens) for slot, tokens in found.items()} == {
             slot: length for slot, length in lengths.items() if length > 0
         }

@@ -74,12 +74,14 @@ class Sevens:
 
     def __init__(self) -> None:
         self.asked: list[dict[int, int]] = []
+        self.prompts = False
 
     def may_follow(self, sequence: Sequence) -> bool:
         return True
 
-    def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    def drafts(self, lengths: Mapping[int, int], *, prompts: bool) -> dict[int, tuple[int, ...]]:
         self.asked.append(dict(lengths))
+        self.prompts |= prompts
         return {slot: (7,) * length for slot, length in lengths.items()}
 
 
@@ -94,12 +96,25 @@ def test_predictions_are_asked_for_where_they_pay_and_nothing_is_found() -> None
         it.verified([Drafting(1, 3, 0, MTP, [(0, 3, 0)])])
     assert it.drafts([other]) == {}
     predictor.has_prompts = True
-    assert it.drafts([other]) == {}
-    assert predictor.asked[1:] == [{}]
-    for _ in range(FORGET_STEPS - 2):
-        it.drafts([])
-    assert len(predictor.asked) == QUIET_STEPS
+    assert not it.pay_after([other], prompts=True)
+    for _ in range(FORGET_STEPS - 1):
+        assert it.drafts([other]) == {}
+    assert len(predictor.asked) == 1
+    assert it.pay_after([other], prompts=True)
     assert tokens_of(it.drafts([other])) == {1: (7, 7, 7)}
+
+
+@pytest.mark.parametrize(("seconds", "computed"), [(0.016, True), (0.023, False)])
+def test_prompts_are_computed_where_predicted_tokens_pay_for_them(seconds: float, computed: bool) -> None:
+    """Steps of 4 rows take 10 ms. Three of four drafted tokens are right, and make 2.7 of one in `seconds`: 1.7 or 1.18 times as many."""
+    it, predictor = drafter(4), Sevens()
+    it.predictor, predictor.has_prompts = predictor, True
+    for _ in range(100):
+        waiting = StepRows(None, [StepRow(sequence, 0, 1, samples=True) for sequence in sequences(16)])
+        it.took(waiting, seconds, began_ahead=False)
+        it.verified([Drafting(1, 3, 3, MTP, [(0, 3, 3)]), Drafting(1, 3, 0, MTP, [(0, 3, 0)])])
+    assert len(tokens_of(it.drafts(sequences(4)))) == 4
+    assert predictor.prompts == computed
 
 
 def test_predicted_tokens_are_in_the_place_of_synthetic_ones() -> None:
@@ -124,10 +139,10 @@ def test_no_more_tokens_are_predicted_than_pay_for_their_time(
     it.predictor, predict = predictor, predictor.drafts
     monkeypatch.setattr(drafter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def timed(lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    def timed(lengths: Mapping[int, int], *, prompts: bool) -> dict[int, tuple[int, ...]]:
         now[0] += seconds_each * max(lengths.values())
         predictor.has_prompts = False  # they are computed
-        return predict(lengths)
+        return predict(lengths, prompts=prompts)
 
     monkeypatch.setattr(predictor, "drafts", timed)
     lengths = []

@@ -21,6 +21,8 @@ PAUSE = 4
 
 PREDICTED_MATCH = 9
 """The length of a match as likely right as predicted tokens, until some were verified."""
+PROMPT_GAIN = 1.2
+"""Least factor of tokens per second by which predicted tokens pay for the prompts: 512 tokens of them then cost what 128 new ones gain."""
 FORGET_STEPS = 512
 """Steps without predicted tokens after which they are tried again."""
 
@@ -37,8 +39,8 @@ class Predictor(Protocol):
         """Return True if there can be drafts of the sequence."""
         ...
 
-    def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """Return drafts of these lengths, by slot."""
+    def drafts(self, lengths: Mapping[int, int], *, prompts: bool) -> dict[int, tuple[int, ...]]:
+        """Return drafts of these lengths, by slot; not those after chunks of prompts, which are skipped, unless `prompts`."""
         ...
 
 
@@ -113,11 +115,10 @@ class Drafter:
     def _predict(self, predictor: Predictor, drafts: dict[int, Draft], rows: int) -> None:
         """Fill in the predicted ones of the drafts."""
         wanted = {slot: len(draft.tokens) for slot, draft in drafts.items() if draft.source == self._predicted}
-        prompts = predictor.has_prompts
-        # Prompts are worth it only if there will be drafts.
-        if wanted or (prompts and self._unpredicted < QUIET_STEPS):
+        prompts = predictor.has_prompts and self._pays_for_prompts(rows)
+        if wanted or prompts:
             started = time.perf_counter()
-            found = predictor.drafts(wanted)
+            found = predictor.drafts(wanted, prompts=prompts)
             self._predicting_s = time.perf_counter() - started
             for slot in wanted:
                 draft = drafts.pop(slot)
@@ -138,7 +139,14 @@ class Drafter:
         """
         if any(self._candidates(sequences, lead=1)[1]):
             self._waited = self._worth > 0.5 or self._quiet % PAUSE == 0
-        return self._waited or (prompts and self.predictor is not None and self._unpredicted < QUIET_STEPS)
+        return self._waited or (prompts and self._pays_for_prompts(len(sequences)))
+
+    def _pays_for_prompts(self, rows: int) -> bool:
+        """Return True if predicted tokens of so many rows are worth the time of the prompts."""
+        if self.predictor is None:
+            return False
+        gains = self._acceptance.gains(self._predicted, PREDICTED_MATCH, self.most)
+        return self._lengths.gain(rows, gains, self._passes.expected(rows) or 0.0) >= PROMPT_GAIN
 
     def _candidates(
         self, sequences: Sequences[Sequence], lead: int

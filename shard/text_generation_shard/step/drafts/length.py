@@ -9,6 +9,7 @@ in T(rows + Σ k) seconds. T is measured by number of tokens, p by source and le
 Numbers of tokens that no step had are taken to cost no more than fewer ones, so that they are tried once.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,6 +180,17 @@ class DraftLengths:
             tokens / self._drafting_time(tokens, rows) > limit
             for tokens in range(rows + 1, min(rows * (1 + most), self.max_tokens) + 1, max(1, rows // 4))
         )
+
+    def gain(self, rows: int, gains: Sequence[float], pass_s: float) -> float:
+        """Return the factor of tokens per second by drafts of all rows with these gains, whose tokens take `pass_s` each; inf if unknown."""
+        if not rows or (plain := self.plain.expected(rows)) is None:
+            return math.inf
+        factors = [
+            (1 + sum(gains[:length])) * plain / (self._drafting_time(rows * (1 + length), rows) + length * pass_s)
+            for length in range(1, len(gains) + 1)
+            if rows * (1 + length) <= self.max_tokens
+        ]
+        return max(factors, default=0.0)
 
     def _limit(self, rows: int) -> float | None:
         """Return the expected tokens per second to exceed; None if no drafts should be made."""

@@ -49,13 +49,13 @@ class Predictions:
     def may_follow(self, sequence: Sequence) -> bool:
         return sequence in self._sequences
 
-    def drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """Compute the keys and values of the last step, once; return drafts of these lengths, by slot.
+    def drafts(self, lengths: Mapping[int, int], *, prompts: bool) -> dict[int, tuple[int, ...]]:
+        """Compute the keys and values of the last step, once, of chunks only with `prompts`; return drafts of these lengths, by slot.
 
         There are none after an error, such as a lack of memory, unless the device is broken.
         """
         try:
-            return self._drafts(lengths)
+            return self._drafts(lengths, prompts=prompts)
         except Exception as error:
             if self._executor.is_broken_by(error):
                 raise
@@ -64,14 +64,14 @@ class Predictions:
         finally:
             self.forget()
 
-    def _drafts(self, lengths: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    def _drafts(self, lengths: Mapping[int, int], *, prompts: bool) -> dict[int, tuple[int, ...]]:
         rows: list[StepRow] = []
         ids: list[int] = []
         places: list[int] = []
         first = 0
         for sequence, start, length, is_chunk in self._rows:
             count = min(length, len(sequence.tokens) - 1 - start)
-            if sequence.is_held and count > 0:
+            if sequence.is_held and count > 0 and (prompts or not is_chunk):
                 samples = not is_chunk or start + count == sequence.prompt_length
                 drafts = () if is_chunk else (0,) * (count - 1)
                 rows.append(StepRow(sequence, start, count, samples=samples, drafts=drafts))

@@ -49,10 +49,13 @@ def test_predicted_tokens_are_probable(
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     draft_by(engine, drafter := Predicted(3))
     generator = torch.Generator().manual_seed(3)
-    for length in (3, 40, 130):
-        driver.admit(torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator).tolist(), 40, chunk=100)  # type: ignore[arg-type]
+    prompts = [
+        torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator).tolist() for length in (3, 40, 130)
+    ]  # type: ignore[arg-type]
+    streams = [driver.admit(prompt, 40, chunk=100) for prompt in prompts]
     driver.run()
     engine.close()
+    assert [stream.failure for stream in streams] == [None] * 3
     gaps: list[float] = []
     for tokens, found in drafter.found:
         expected, logits = layer.drafts(tokens, len(found))
@@ -64,5 +67,5 @@ def test_predicted_tokens_are_probable(
     print(
         f"{sum(gap > 0 for gap in gaps)} of {len(gaps)} predicted tokens differ, mean gap {sum(gaps) / len(gaps):.4f}"
     )
-    assert len(gaps) > 10
+    assert len(gaps) > 30
     assert sum(gaps) / len(gaps) < MAX_GAP
