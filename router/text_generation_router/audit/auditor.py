@@ -131,9 +131,8 @@ class Auditor:
                     served.chunks += served.slot in report.prefilled_slots
                     served.drafts += served.slot in drafted
         tokens = record.deliveries.tokens
-        for request_id, start, end, _ in tokens:
-            if (got := self._watched.get(request_id)) is not None:
-                got.got(report, start, end, len(tokens))
+        for request_id, start, end, _ in [each for each in tokens if each[0] in self._watched]:
+            self._watched[request_id].got(report, start, end, len(tokens))
         for failed in record.deliveries.failed:
             self._watched.pop(failed.request_id, None)
 

@@ -125,8 +125,8 @@ class Cluster(Generic[Receiver]):
             raise Unhealthy("no shard serves now")
         elif not self.connected and self._without_replica_since is None:
             self._without_replica_since = now
-        request = self.on_submit(request)
-        self._listeners.add(request.id, listener)
+        scored, request = request.logprobs.tokens, self.on_submit(request)
+        self._listeners.add(request.id, listener, scored=scored)
         self._listeners.failures(self.scheduler.submit(request, now, progress).failed)
         if request.qos.end_by is not None or request.qos.queue_by is not None or not self.connected:
             self._deadlines.set()

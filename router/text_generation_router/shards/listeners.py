@@ -46,6 +46,8 @@ class Delivery(ABC, Generic[Receiver]):
 
     def __init__(self) -> None:
         self._receivers: dict[RequestId, Receiver] = {}
+        self._scored = set[RequestId]()
+        """Those whose client asked for log-probabilities: a report may have them for audits alone."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._receivers
@@ -53,13 +55,25 @@ class Delivery(ABC, Generic[Receiver]):
     def __len__(self) -> int:
         return len(self._receivers)
 
-    def add(self, request_id: RequestId, receiver: Receiver) -> None:
-        """Deliver to `receiver` from now on."""
+    def add(self, request_id: RequestId, receiver: Receiver, *, scored: bool = False) -> None:
+        """Deliver to `receiver` from now on; `scored`: with the log-probabilities of tokens."""
         self._receivers[request_id] = receiver
+        if scored:
+            self._scored.add(request_id)
 
     def remove(self, request_id: RequestId) -> bool:
         """Deliver nothing more for this request. Return False if it has no receiver."""
-        return self._receivers.pop(request_id, None) is not None
+        return self._pop(request_id) is not None
+
+    def _pop(self, request_id: RequestId) -> Receiver | None:
+        self._scored.discard(request_id)
+        return self._receivers.pop(request_id, None)
+
+    def _logprobs(self, deliveries: Deliveries, report: pb.StepReport) -> Sequence[float]:
+        """Return the log-probabilities of a report, none if no client of its tokens asked for them."""
+        if not report.logprobs or not self._scored:
+            return ()
+        return () if self._scored.isdisjoint([each[0] for each in deliveries.tokens]) else report.logprobs
 
     @abstractmethod
     def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:
@@ -132,7 +146,7 @@ class Listeners(Delivery[TokenListener]):
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         self.cached(deliveries.cached)
         tops = {at: top_tokens(top.token_ids, top.logprobs) for at, top in top_tokens_by_position(report)}
-        self.columns(deliveries.tokens, token_ids, logprobs_to_json(report.logprobs), tops)
+        self.columns(deliveries.tokens, token_ids, logprobs_to_json(self._logprobs(deliveries, report)), tops)
 
     def cached(self, found: Iterable[tuple[RequestId, int]]) -> None:
         """Report prompt tokens that a self-scheduling engine found in its own cache."""
@@ -160,7 +174,7 @@ class Listeners(Delivery[TokenListener]):
                     last = reason if index == end - 1 else None
                     wants_more = listener.on_token(token_ids[index], logprobs[index], tops.get(index, no_tops), last)
                     if last is not None:
-                        listeners.pop(request_id, None)
+                        self._pop(request_id)
                     elif not wants_more:
                         self._on_satisfied(request_id)
                         break
@@ -168,7 +182,7 @@ class Listeners(Delivery[TokenListener]):
                 self._listener_failed(request_id, listener, as_exception(error))
 
     def failure(self, request_id: RequestId, error: ServingError) -> None:
-        if listener := self._receivers.pop(request_id, None):
+        if listener := self._pop(request_id):
             listener.on_failure(error)
 
     def renumber(self, request_id: RequestId, number: RequestId) -> None:

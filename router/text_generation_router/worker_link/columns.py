@@ -64,6 +64,7 @@ class WorkerDelivery(Delivery[WorkerLink]):
                 to = reports[link]
                 to.cached_requests.append(request_id)
                 to.cached_tokens.append(cached)
+        logprobs = self._logprobs(deliveries, report)
         shares: defaultdict[WorkerLink, list[Delivered]] = defaultdict(list)
         for delivered in deliveries.tokens:
             link = links.get(delivered[0])
@@ -71,16 +72,16 @@ class WorkerDelivery(Delivery[WorkerLink]):
                 continue
             shares[link].append(delivered)
             if delivered[3] is not None:
-                del links[delivered[0]]
+                self._pop(delivered[0])
         if shares:
-            columns = _Columns(token_ids, report)
+            columns = _Columns(token_ids, logprobs, report)
             for link, share in shares.items():
                 columns.write(share, reports[link])
         for link, news in reports.items():
             send_report(link, news)
 
     def failure(self, request_id: RequestId, error: ServingError) -> None:
-        if link := self._receivers.pop(request_id, None):
+        if link := self._pop(request_id):
             send_report(link, pb.Report(failures=[pb.Failure(request=request_id, refusal=refusal_to_pb(error))]))
 
 
@@ -91,9 +92,9 @@ def send_report(link: WorkerLink, news: pb.Report) -> None:
 class _Columns:
     """The columns of a shard's report, of which each worker gets its share."""
 
-    def __init__(self, token_ids: Sequence[int], report: shard_pb2.StepReport) -> None:
+    def __init__(self, token_ids: Sequence[int], logprobs: Sequence[float], report: shard_pb2.StepReport) -> None:
         self._token_ids = token_ids
-        self._logprobs = list(report.logprobs)
+        self._logprobs = list(logprobs)
         self._tops = dict(top_tokens_by_position(report))
         self._single = not report.token_counts
         """Each sequence has one token."""

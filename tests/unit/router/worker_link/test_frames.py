@@ -172,6 +172,7 @@ async def test_each_worker_gets_the_columns_of_its_requests(
         [(RequestId(slot), starts[slot], starts[slot] + counts[slot], shares[slot][2]) for slot in range(len(shares))]
     )
     direct, delivery = Listeners(lambda request_id: None), WorkerDelivery()
+    asks = data.draw(st.integers(-1, len(shares) - 1))
     wanted, got = [Listener() for _ in shares], [Listener() for _ in shares]
     loop = asyncio.get_running_loop()
     workers = [Worker(tmp_path / f"{number}") for number in range(2)]
@@ -180,8 +181,8 @@ async def test_each_worker_gets_the_columns_of_its_requests(
         await worker.cluster.link.joined()
         server.close()
     for slot, (number, _, _) in enumerate(shares):
-        direct.add(RequestId(slot), wanted[slot])
-        delivery.add(RequestId(slot), workers[number].link)
+        direct.add(RequestId(slot), wanted[slot], scored=slot == asks)
+        delivery.add(RequestId(slot), workers[number].link, scored=slot == asks)
         workers[number].cluster.submit(Request(RequestId(slot), (1,), 100), got[slot])
     for each in (direct, delivery):
         each.predicted((RequestId(slot), slot + 2, slot) for slot in range(len(shares)))
@@ -191,6 +192,8 @@ async def test_each_worker_gets_the_columns_of_its_requests(
         while sum(len(each.events) for each in got) < total + len(shares):  # noqa: ASYNC110 - it crosses a socket
             await asyncio.sleep(0)
     assert [each.events for each in got] == [each.events for each in wanted]
+    known = [event for each in wanted for event in each.events if isinstance(event[0], int) and event[1] != b"null"]
+    assert len(known) == (total if scored and asks >= 0 else 0)  # they may be for audits alone
     live = sum(reason is None for _, _, reason in shares)
     assert live == len(delivery) == len(direct) == sum(worker.cluster.live_requests for worker in workers)
     for worker in workers:
