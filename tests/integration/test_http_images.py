@@ -110,6 +110,15 @@ async def ask_hugging_face(client: AsyncInferenceClient) -> None:
     assert answer.usage.prompt_tokens == len("[user]What?![](http://a.b/c)[answer]") + IMAGE_TOKENS
 
 
+async def test_the_case_of_the_head_of_a_data_uri_does_not_count(stack: Stack) -> None:
+    scheme, comma, encoded = data_uri(picture(100, 30, compress_level=0)).partition(",")
+    url = scheme.upper() + comma + encoded
+    tokens = len("[user]What?[answer]") + tokens_of(100, 30)
+    assert len(url) > 2048  # beyond the length of a URL in TGI's form
+    assert await usage(stack, part(url), "What?") == (tokens, 0)
+    assert (await usage(stack, f"![]({url})What?"))[0] == tokens
+
+
 async def test_the_same_picture_is_a_hit_and_another_one_at_its_place_is_none(stack: Stack) -> None:
     tokens, _ = await usage(stack, "The first", part(RED), "turn")
     assert await usage(stack, "The first", part(RED), "turn, and the second") == (tokens + 16, tokens // 16 * 16)

@@ -50,7 +50,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (GENERATE, tgi(""), "`inputs` cannot be empty", None, RULE),
     (GENERATE, tgi("a" + " a" * 2999), "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 3000 `inputs` tokens and 0 `max_new_tokens`", None, RULE),
     (GENERATE, tgi("a" + " a" * 1024), "`inputs` must have less than 1024 tokens. Given: 1025", None, RULE),
-    (GENERATE, grammar(3), "grammar is not supported", None, RULE),
+    (GENERATE, grammar(3), "grammar is not supported: the schema of type `json` must be an object or a text", None, RULE),
     (GENERATE, grammar({"type": "object"}), "grammar is not valid: Grammar must have a 'properties' field", None, RULE),
     (GENERATE, grammar({"type": 3, "properties": {}}), "grammar is not valid: ", None, RULE),
     (GENERATE, tgi(repetition_penalty=1e-38), "`repetition_penalty` must be >= 1e-06. Given: 1e-38", None, RULE),

@@ -45,7 +45,7 @@ def tgi_grammar(form: Mapping[str, Any]) -> Grammar:
     if kind == "json_schema" and isinstance(value, dict):
         value = value.get("schema")
     if not isinstance(value, str | dict):
-        raise not_supported()
+        raise not_supported(f"the schema of type `{kind}` must be an object or a text")
     schema = read_schema(value)
     if "properties" not in schema:
         raise not_valid("Grammar must have a 'properties' field")
@@ -144,7 +144,7 @@ def regex_grammar(value: object) -> Grammar:
     Raises InvalidRequest.
     """
     if not isinstance(value, str):
-        raise not_supported()
+        raise not_supported("the regular expression must be a text")
     check_length(value)
     return Grammar(GrammarKind.REGEX, encodable(without_anchors(value)))
 

@@ -29,9 +29,9 @@ _DEFINITIONS = ("$defs", "definitions")
 _TABLES = frozenset((*_LISTS, *_MAPS, *_DEFINITIONS))
 
 
-def not_supported() -> InvalidRequest:
-    """TGI's rule 17: a value that is not a grammar, or a server without grammars."""
-    return NotSupported("grammar is not supported")
+def not_supported(detail: str) -> InvalidRequest:
+    """TGI's rule 17: a value that is not a grammar."""
+    return NotSupported(f"grammar is not supported: {detail}")
 
 
 def not_valid(detail: str, param: str | None = None) -> InvalidRequest:

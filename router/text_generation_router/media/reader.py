@@ -32,7 +32,7 @@ from text_generation_router.sandbox.pool import Sandbox, SandboxBroken, SandboxE
 from text_generation_router.text.tokenizer import Tokenizer
 
 MARK = "![]("
-MARKDOWN = re.compile(r"!\[\]\(([^()\s]{1,2048}|data:image/[a-z+.-]{1,32};base64,[A-Za-z0-9+/=]+)\)")
+MARKDOWN = re.compile(r"!\[\]\(([^()\s]{1,2048}|(?i:data:image/[a-z+.-]{1,32};base64,)[A-Za-z0-9+/=]+)\)")
 """TGI's form of an image in a text: a URL or a `data:` URI."""
 
 MAX_BYTES = 20_000_000
@@ -52,7 +52,7 @@ MEASURE_S = 1.0
 WORKER_BYTES = 128 << 20
 """Heap of a worker."""
 
-_DATA = re.compile(r"data:[\w.+/-]{0,100}(?:;[\w.+=/-]{1,100}){0,4},", re.ASCII)
+_DATA = re.compile(r"data:[\w.+/-]{0,100}(?:;[\w.+=/-]{1,100}){0,4},", re.ASCII | re.IGNORECASE)
 
 
 class ReadImage(NamedTuple):
@@ -172,7 +172,7 @@ class ImageReader:
             return message
         pieces: list[str | Json] = [*MARKDOWN.split(text, MAX_MARKS)]
         for at, source in enumerate(map(str, pieces[1::2])):
-            is_served = source.startswith("data:image/") or self._fetcher.allows(source)
+            is_served = source[:11].lower() == "data:image/" or self._fetcher.allows(source)
             pieces[2 * at + 1] = image_part(source) if is_served else f"{MARK}{source})"
         return message | {"content": join_parts([piece for piece in pieces if piece])}
 
@@ -203,7 +203,7 @@ class ImageReader:
             held += size
 
         try:
-            if source.startswith("data:"):
+            if source[:5].lower() == "data:":  # the case of a scheme does not count: RFC 3986
                 large = len(source) > INLINE_CHARACTERS
                 image = await run_in_thread_if_large(lambda: _image(_decoded(source)), large=large)
                 hold(len(image.data))
@@ -226,7 +226,7 @@ class ImageReader:
 def _decoded(source: str) -> bytes:
     """Return the content of a `data:` URI in base64. Raises BadImage."""
     head = _DATA.match(source)
-    if head is None or not head[0].endswith(";base64,"):
+    if head is None or not head[0].lower().endswith(";base64,"):
         raise BadImage("its `data:` URI is not in base64")
     if (len(source) - head.end()) * 3 // 4 > MAX_BYTES:
         raise too_large(MAX_BYTES)

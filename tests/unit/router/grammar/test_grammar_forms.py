@@ -88,8 +88,9 @@ UNREADABLE = (
 )
 UNKNOWN: list[Json] = [{}, {"type": "grammar", "value": "x"}, {"type": 5, "value": "x"}, {"type": {}, "value": ""}]
 REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
-    *((tgi_grammar, {"type": kind, "value": value}, "grammar is not supported$")
-      for kind in ("json", "json_schema", "regex") for value in (None, 5, True, [])),
+    *((tgi_grammar, {"type": kind, "value": value}, f"grammar is not supported: the {what} must be .*a text$")
+      for kind, what in (("json", "schema of type `json`"), ("json_schema", "schema of type `json_schema`"), ("regex", "regular expression"))
+      for value in (None, 5, True, [])),
     (tgi_grammar, {"type": "json", "value": {"type": "object"}}, "grammar is not valid: Grammar must have a 'properties' field$"),
     *((tgi_grammar, {"type": "json", "value": text}, "grammar is not valid: ") for text in UNREADABLE),
     (tgi_grammar, {"type": "regex", "value": "\ud800"}, ".*surrogate"),
