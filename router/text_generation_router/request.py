@@ -131,7 +131,7 @@ class Request:
     replayed: int = 0
     """Tokens at the end of the prompt that were served before and are to be scored: a replay; 0 for a client's request."""
     without: Set[str] = frozenset()
-    """Features that it does without: "prefix", "offload", "drafts"."""
+    """Features that it does without: "prefix", and with it "offload"; "offload"; "drafts"."""
 
     def has_image_around(self, position: int) -> bool:
         """Return True if an image has tokens before and from `position` on."""

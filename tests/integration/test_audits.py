@@ -187,7 +187,7 @@ async def test_a_finding_is_logged_counted_and_written(tmp_path: Path) -> None:
     assert 'text_generation_audit_mismatch_total{feature="prefix"} 1.0' in text
     (line,) = (each for each in logs if each["event"] == "audit found another text")
     assert (line["request_id"], line["position"], line["served"], line["drawn"]) == (2, 0, 101, 100)
-    assert (line["suspect"], line["cached_tokens"], line["replica"]) == ("prefix", 64, 0)
+    assert (line["suspect"], line["used"]["prefix"], line["replica"]) == ("prefix", 64, 0)
     assert [kind for kind, _, _ in server.events] == ["audit"]
     (path,) = (tmp_path / "records").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600

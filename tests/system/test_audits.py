@@ -57,7 +57,6 @@ async def test_requests_of_a_server_are_audited(echo_model: Path, workers: str) 
 def test_the_launcher_replays_a_record(tmp_path: Path, tokens: tuple[int, ...], verdict: str) -> None:
     served = Served(Request(RequestId(3), (5, 6, 7), 4))
     served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
-    served.ended()
     info = pb.InfoResponse(engine="echo", max_sequence_length=100)
     record = tmp_path / "record.json"
     record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), pb.TokenScores(), info, "none"))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -11,9 +11,9 @@ from typing import Any
 
 from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.audit.records import MAX_RECORDS, record_of, used, write_record
-from text_generation_router.audit.served import COLD, MAX_TRIES, KeptRequests, Served
-from text_generation_router.audit.verdict import RECURRENT, Findings, Verdict, bounds_of, judge, measured_bounds
+from text_generation_router.audit.records import MAX_RECORDS, record_of, write_record
+from text_generation_router.audit.served import MAX_TRIES, OPTIONAL, KeptRequests, Served
+from text_generation_router.audit.verdict import Findings, Judgement, Verdict, bounds_of, judge, measured_bounds
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import SchedulerOutput
@@ -45,55 +45,52 @@ class Auditor:
         self.verdicts = Counter[str]()
         self.mismatches = Counter[str]()
         """Findings by the feature that they are likely due to."""
-        self.kept = KeptRequests()
         self._scheduler = scheduler
         self._observer = observer
         self._config = config
         self._info = info
         self._share = share
-        self._bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
+        self._bounds = bounds_of(info)
         self._measured: RequestId | None = None
         """The request whose text measures them."""
         self._findings = Findings()
-        self._records: deque[tuple[RequestId, bytes]] = deque()
-        """Findings that are not written yet."""
         self._watched: dict[RequestId, Served] = {}
         """Requests that were chosen and run or wait."""
+        self._kept = KeptRequests()
         self._replays: dict[int, Served] = {}
-        """Requests that are being replayed, by replica; also those that gave way, until their slot is free."""
+        """Requests that are being replayed, by replica; also those that gave way, until they are kept again."""
         self._look = asyncio.Event()
 
     @property
     def waiting(self) -> int:
         """Requests that are watched, wait for their replay, or are being replayed."""
         self._collect()
-        return len(self._watched) + len(self.kept) + len(self._replays)
+        return len(self._watched) + len(self._kept) + len(self._replays)
 
     def on_submit(self, request: Request) -> Request:
         """Choose a request, or not. Replays give way to each, and each does without what is isolated."""
         if self._replays:
             for number in self._scheduler.replays.cancel():
                 self.cluster.wake(number)
-            self._forget_replays()
-        if isolated := frozenset(self.cluster.isolated):
-            request = replace(request, without=isolated | COLD if "prefix" in isolated else isolated)
+            self._take_back()
+        if self.cluster.isolated:
+            request = replace(request, without=OPTIONAL.intersection(self.cluster.isolated))
         return self._watch(request) if is_chosen(request.id, self._share) else request
 
     def _watch(self, request: Request) -> Request:
-        if self._config.token_logprobs != "never":
-            request = replace(request, logprobs=replace(request.logprobs, tokens=True))
-        self._watched[request.id] = Served(request)
-        return request
+        self._watched[request.id] = Served(replace(request, prediction=()))
+        if self._config.token_logprobs == "never":
+            return request
+        return replace(request, logprobs=replace(request.logprobs, tokens=True))
 
     def _collect(self) -> None:
         """Keep the watched requests that have ended."""
         for request_id in [each for each in self._watched if each not in self._scheduler.requests]:
             if (ended := self._watched.pop(request_id)).tokens:
-                ended.ended()
                 self._keep(ended)
 
     def _keep(self, served: Served) -> None:
-        if dropped := self.kept.put(served):
+        if dropped := self._kept.put(served):
             self.verdicts[Verdict.DROPPED] += dropped
         self._look.set()
 
@@ -113,7 +110,6 @@ class Auditor:
             elif any(each.request_id == replayed.replay_id for each in record.deliveries.failed):
                 del self._replays[record.replica]
                 self.verdicts[Verdict.FAILED if self._is_current(replayed) else Verdict.UNJUDGED] += 1
-            self._forget_replays()
             self._look.set()
         self._observer.on_report(record)
 
@@ -128,8 +124,8 @@ class Auditor:
         if drafted or report.prefilled_slots:
             for served in self._watched.values():
                 if served.replica == record.replica:
-                    served.chunks += served.slot in report.prefilled_slots
-                    served.drafts += served.slot in drafted
+                    served.counts["chunks"] += served.slot in report.prefilled_slots
+                    served.counts["drafts"] += served.slot in drafted
         tokens = record.deliveries.tokens
         for request_id, start, end, _ in [each for each in tokens if each[0] in self._watched]:
             self._watched[request_id].got(report, start, end, len(tokens))
@@ -142,41 +138,38 @@ class Auditor:
         self._measure()
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if len(self.kept) else None):
+                async with asyncio.timeout(RETRY_S if len(self._kept) else None):
                     await self._look.wait()
             self._look.clear()
-            self._forget_replays()
-            while self._records:
-                await write_record(self._config.audit_folder, *self._records.popleft())
+            self._take_back()
             while self._start():
                 pass
 
     def _measure(self) -> None:
-        """Serve a text whose replay tells how far the rounded numbers of prefill and decode lie apart."""
-        prompt = tuple(7919 * number % self._info.vocab_size for number in range(1, 1 + MEASURED))
-        if self._bounds.draws and any(each.cache.states is not None for each in self._scheduler.serving):
-            self._bounds = RECURRENT
-        if not self._bounds.draws and self._scheduler.fits(MEASURED, MEASURED):
+        """Choose the bounds. Where numbers are rounded, serve a text whose replay tells how far prefill and decode lie apart."""
+        scheduler, prompt = self._scheduler, [7919 * at % self._info.vocab_size for at in range(1, 1 + MEASURED)]
+        self._bounds = bounds_of(self._info, has_states=any(each.cache.states for each in scheduler.serving))
+        if self._bounds.rounded and scheduler.fits(MEASURED, MEASURED):
             request = Request(next(self.cluster.ids), prompt, MEASURED, ignore_eos=True)
             self._measured = request.id
-            self._scheduler.submit(self._watch(request), time.monotonic())
+            scheduler.submit(self._watch(request), time.monotonic())
             self.cluster.dispatch()
 
     def _start(self) -> bool:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not (len(self.kept) and scheduler.serving) or len(scheduler.queue) or cluster.draining or cluster.stopping:
+        if not (len(self._kept) and scheduler.serving) or len(scheduler.queue) or cluster.draining or cluster.stopping:
             return False
         if scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy:
             return False
-        served = self.kept.take()
+        served = self._kept.take()
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
         request = served.replay(most)
         if request.replayed < 1 or not self._is_current(served):
             self.verdicts[Verdict.UNJUDGED] += 1
             return True
         if (number := scheduler.replays.start(request, served.replica)) is None:
-            self.kept.put(served)
+            self._kept.put(served)
             return False
         self._replays[number] = served
         cluster.wake(number)
@@ -186,39 +179,42 @@ class Auditor:
         """Return True if the adapter of a request is the one that it was served with."""
         return self._scheduler.versions[served.request.adapter] == served.version
 
-    def _forget_replays(self) -> None:
-        """Forget the replays whose slot is free. Those without a verdict are tried again."""
-        for number, served in list(self._replays.items()):
-            if served.replay_id in self._scheduler.replays:
-                continue
-            del self._replays[number]
+    def _take_back(self) -> None:
+        """Keep the requests again whose replay gave way and has left its slot, unless they had their tries."""
+        for number in [at for at, each in self._replays.items() if each.replay_id not in self._scheduler.replays]:
+            served = self._replays.pop(number)
             served.tries += 1
-            if served.tries >= MAX_TRIES:
-                self.verdicts[Verdict.DROPPED] += 1
-            else:
+            if served.tries < MAX_TRIES:
                 self._keep(served)
+            else:
+                self.verdicts[Verdict.DROPPED] += 1
 
     def _judge(self, served: Served, scores: pb.TokenScores) -> None:
         if served.request.id == self._measured:
             info, self._bounds = self._info, measured_bounds(served.logprobs, scores.logprobs)
             log.info("bound of audits measured", engine=info.engine, dtype=info.dtype, nats=self._bounds.token)
             return
-        features = served.features
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
         self.verdicts[judgement.verdict] += 1
         if judgement.verdict is Verdict.SAME:
-            self._findings.confirm(features)
+            self._findings.confirm(served.features)
         elif judgement.verdict is Verdict.DIFFERENT:
-            suspect = self._findings.add(features)
-            self.mismatches[suspect] += 1
-            found = {"request_id": served.request.id, "suspect": suspect} | asdict(judgement) | used(served)
-            log.error("audit found another text", **found)
-            text = f"An audit of request {served.request.id} found another text; likely cause: {suspect}"
-            self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {used(served)}")
-            if self._config.audit_folder and self._findings.total <= MAX_RECORDS:
-                self._records.append((served.request.id, record_of(served, judgement, scores, self._info, suspect)))
-            if self._config.audit_action == "isolate" and (shared := self._findings.shared) is not None:
-                self._isolate(shared)
+            self._report(served, scores, judgement)
+
+    def _report(self, served: Served, scores: pb.TokenScores, judgement: Judgement) -> None:
+        """Report a finding, and isolate what the last ones share."""
+        number, config = served.request.id, self._config
+        suspect = self._findings.add(served.features)
+        self.mismatches[suspect] += 1
+        found = asdict(judgement) | {"replica": served.replica, "used": served.used}
+        log.error("audit found another text", request_id=number, suspect=suspect, **found)
+        text = f"An audit of request {number} found another text; likely cause: {suspect}"
+        self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {found}")
+        if config.audit_folder and self._findings.total <= MAX_RECORDS:
+            record = record_of(served, judgement, scores, self._info, suspect)
+            asyncio.get_running_loop().run_in_executor(None, write_record, config.audit_folder, number, record)
+        if config.audit_action == "isolate" and (shared := self._findings.shared) is not None:
+            self._isolate(shared)
 
     def _isolate(self, feature: str) -> None:
         """Do without what the last findings have in common, where the router can, until it restarts."""
@@ -227,7 +223,7 @@ class Auditor:
             return
         if feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
             done = f"{feature} gets no requests any more"
-        elif feature in ("prefix", "offload", "drafts"):
+        elif feature in OPTIONAL:
             done = f"requests do without {feature}"
         else:
             return

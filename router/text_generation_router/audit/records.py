@@ -1,12 +1,10 @@
 """Records: findings as JSON files, each with the order that replays it on a shard."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import nan
 from pathlib import Path
-from typing import Any
 
 import orjson
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -30,26 +28,34 @@ def record_of(
     served: Served, judgement: Judgement, scores: pb.TokenScores, info: pb.InfoResponse, suspect: str
 ) -> bytes:
     """Return a finding as JSON, with null or "NaN" for numbers that it does not have. It holds token ids, images, the text of a grammar."""
-    request = served.replay(info.max_sequence_length)
-    orders = SchedulerOutput(1, placements=(Placement(0, request, (), ()),))
+    replay = served.replay(info.max_sequence_length)
+    orders = SchedulerOutput(1, placements=(Placement(0, replay, (), ()),))
     (order,) = orders_to_pb(orders, info.eos_token_ids).placements
     record = {
         "request": served.request.id,
         "engine": {name: getattr(info, name) for name in ("engine", "version", "model_id", "dtype", "device")},
         "order": MessageToDict(order, preserving_proto_field_name=True),
-        "served_logprobs": list(served.logprobs),
+        "served_logprobs": list(served.logprobs[: replay.replayed]),
         "replayed": MessageToDict(scores, preserving_proto_field_name=True),
         "verdict": asdict(judgement),
         "suspect": suspect,
-        "used": used(served),
+        "replica": served.replica,
+        "used": served.used,
     }
     return orjson.dumps(record, option=orjson.OPT_INDENT_2)
 
 
-def used(served: Served) -> dict[str, Any]:
-    """Return the numbers of what a request used, for a log line and a record."""
-    names = ("replica", "cached_tokens", "loads", "preemptions", "moves", "chunks", "drafts", "rows")
-    return {name: getattr(served, name) for name in names} | {"features": sorted(served.features)}
+def write_record(folder: str, request_id: int, record: bytes) -> None:
+    """Write a record, and log its path. It may take long."""
+    # A router that starts again counts requests from 1.
+    path = Path(folder, f"audit-{time.time_ns()}-{request_id}.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600, exist_ok=False)  # it holds what clients wrote, as token ids
+        path.write_bytes(record)
+        log.info("audit record written", path=str(path))
+    except OSError as error:
+        log.warning("audit record cannot be written", reason=str(error))
 
 
 def read_record(path: Path) -> tuple[pb.NewSequence, Sequence[float]]:
@@ -68,8 +74,12 @@ def read_record(path: Path) -> tuple[pb.NewSequence, Sequence[float]]:
 async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client: ShardClient) -> Judgement:
     """Replay a record in one step on a shard that no router drives. Raises CannotServe, grpc.aio.AioRpcError."""
     info, tokens = await client.info(), len(order.prompt)
+    if tokens >= info.max_sequence_length:
+        raise CannotServe(f"the record has {tokens} tokens and needs one more, the server {info.max_sequence_length}")
     pool = await client.warm_up(max_batch_prefill_tokens=tokens)
     blocks = range(-(-(tokens + 1) // pool.block_size))
+    if len(blocks) > pool.num_blocks:
+        raise CannotServe(f"the record has {tokens} tokens, the KV cache {pool.num_blocks * pool.block_size}")
     order.blocks[:] = blocks
     groups = (pb.GroupBlocks(blocks=blocks[:1] if group.state else blocks) for group in pool.further_groups)
     order.further_blocks.extend(groups)
@@ -80,23 +90,6 @@ async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client
             raise CannotServe(f"the replay failed: {report.failed[0].message}")
         if report.generated_scores:
             served, sampling = order.prompt[-order.generated_tokens :], convert.sampling_from_pb(order.sampling)
-            bounds = bounds_of(info.engine, info.dtype, info.kv_cache_dtype)
+            bounds = bounds_of(info, has_states=any(group.state for group in pool.further_groups))
             return judge(served, logprobs, report.generated_scores[0], sampling, bounds)
     raise CannotServe("the shard ended its stream")
-
-
-async def write_record(folder: str, request_id: int, record: bytes) -> None:
-    """Write a record beside the event loop, and log its path."""
-    # A router that starts again counts requests from 1.
-    path = Path(folder, f"audit-{time.time_ns()}-{request_id}.json")
-
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600, exist_ok=False)  # it holds what clients wrote, as token ids
-        path.write_bytes(record)
-
-    try:
-        await asyncio.to_thread(write)
-        log.info("audit record written", path=str(path))
-    except OSError as error:
-        log.warning("audit record cannot be written", reason=str(error))

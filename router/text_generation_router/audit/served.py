@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 
@@ -18,33 +18,25 @@ MAX_TRIES = 8
 """Replays of a request that gave way to clients, after which it is dropped."""
 REQUEST_BYTES = 2048
 """Upper estimate of a kept request without its tokens and lists."""
-COLD = frozenset({"prefix", "offload"})
-"""Replays do without, and all requests if the reuse of prefixes is isolated."""
+FEATURES = (
+    *("move", "preemption", "adapter", "image", "grammar"),
+    *("drafts", "offload", "prefix", "chunks", "batch", "decode"),
+)
+"""Features that a request may use and its replay does not, or in another form; the rarest first."""
+OPTIONAL = frozenset({"drafts", "offload", "prefix"})
+"""Those that requests can do without."""
 
 
 @dataclass(slots=True)
 class Served:
     request: Request
-    """Without its prompt once it is kept."""
-    prompt: array[int] = field(default_factory=lambda: array("I"))
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN where none was reported."""
-    cached_tokens: int = 0
-    """Tokens that were found in the prefix cache, in all placements."""
-    loads: int = 0
-    """Times that some of them were loaded from the host cache."""
-    placements: int = 0
-    preemptions: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """How much of a feature was used, as far as the request and the number of tokens do not tell."""
     losses: int = 0
     """Replicas that it lost."""
-    moves: int = 0
-    """Times that it lost its replica, or went on at another one."""
-    chunks: int = 0
-    drafts: int = 0
-    """Steps in which tokens were drafted for it."""
-    rows: int = 0
-    """Sequences in the largest step that gave it a token."""
     replica: int = -1
     slot: int = -1
     version: int = 0
@@ -54,26 +46,36 @@ class Served:
     def placed(self, sequence: ScheduledSequence) -> None:
         """Record that it began on a replica, or goes on there."""
         moved = sequence.moves.total > self.losses or self.replica not in (-1, sequence.replica)
-        self.moves += moved
-        self.preemptions += self.replica >= 0 and not moved
-        self.losses, self.placements, self.version = sequence.moves.total, self.placements + 1, sequence.version
+        if moved or self.replica >= 0:
+            self.counts["move" if moved else "preemption"] += 1
+        self.counts["prefix"] += sequence.cached_tokens
+        self.counts["offload"] += sequence.loaded
+        self.counts["chunks"] -= 1  # one is no more than a prompt as a whole
+        self.losses, self.version = sequence.moves.total, sequence.version
         self.replica, self.slot = sequence.replica, sequence.slot
-        self.cached_tokens += sequence.cached_tokens
-        self.loads += sequence.loaded
-        before = sequence.generated[len(self.tokens) :]  # by another scheduler
-        self.tokens.extend(before)
-        self.logprobs.extend([nan] * len(before))
+        self._add(sequence.generated[len(self.tokens) :])  # those of another scheduler
 
     def got(self, report: pb.StepReport, start: int, end: int, rows: int) -> None:
         """Record the tokens of a step that gave some to `rows` sequences."""
-        self.tokens.extend(report.token_ids[start:end])
-        self.logprobs.extend(report.logprobs[start:end] or [nan] * (end - start))
-        self.rows = max(self.rows, rows)
+        self._add(report.token_ids[start:end], report.logprobs[start:end])
+        self.counts["batch"] = max(self.counts["batch"], rows - 1)
 
-    def ended(self) -> None:
-        """Make it small, to be kept."""
-        self.prompt = array("I", self.request.prompt)
-        self.request = replace(self.request, prompt=(), prediction=())
+    def _add(self, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs or [nan] * len(tokens))
+
+    @property
+    def used(self) -> Mapping[str, int]:
+        """The features that it used: how often, or how many tokens, chunks, images or other sequences."""
+        adapter, image, grammar = self.request.adapter != "", len(self.request.media), self.request.grammar is not None
+        told = Counter(adapter=adapter, image=image, grammar=grammar, decode=len(self.tokens) - 1)
+        known = self.counts + told  # without those that are 0 or less
+        return {name: int(known[name]) for name in FEATURES if name in known}
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that it used, and its replica."""
+        return frozenset({*self.used, f"replica {self.replica}"})
 
     @property
     def bytes(self) -> int:
@@ -83,12 +85,7 @@ class Served:
         listed += sum(map(len, request.sampling.bad_words)) + len(request.stop_token_ids)
         text = 0 if request.grammar is None else len(request.grammar.text)
         images = sum(len(media.image.data) for media in request.media)
-        return REQUEST_BYTES + images + 4 * (len(self.prompt) + 2 * len(self.tokens)) + 4 * text + 64 * listed
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that it used, and its replica."""
-        return frozenset(name for name, uses in FEATURES.items() if uses(self)) | {f"replica {self.replica}"}
+        return REQUEST_BYTES + images + 4 * (len(request.prompt) + 2 * len(self.tokens)) + 4 * text + 64 * listed
 
     @property
     def replay_id(self) -> RequestId:
@@ -96,38 +93,22 @@ class Served:
         return RequestId(-self.request.id)
 
     def replay(self, most_tokens: int) -> Request:
-        """Return the replay of all its tokens, or of all but the last if one more does not fit `most_tokens`."""
-        known = self.prompt + self.tokens
-        if len(known) >= most_tokens:
-            del known[most_tokens - 1 :]
+        """Return the replay of all its tokens, or of those before `most_tokens`, among which is one more."""
+        known = array("I", self.request.prompt)
+        known.extend(self.tokens)
+        del known[most_tokens - 1 :]
         return replace(
             self.request,
             id=self.replay_id,
-            prompt=tuple(known),
+            prompt=known,
             max_new_tokens=1,
             stop_sequences=(),
             logprobs=LogprobOptions(generated=True),
             qos=QualityOfService(self.request.qos.tenant, Priority.BULK),
             trace=None,
-            replayed=len(known) - len(self.prompt),
-            without=COLD,
+            replayed=len(known) - len(self.request.prompt),
+            without=frozenset({"prefix"}),
         )
-
-
-FEATURES: Mapping[str, Callable[[Served], object]] = {
-    "move": lambda it: it.moves,
-    "preemption": lambda it: it.preemptions,
-    "adapter": lambda it: it.request.adapter,
-    "image": lambda it: it.request.media,
-    "grammar": lambda it: it.request.grammar,
-    "drafts": lambda it: it.drafts,
-    "offload": lambda it: it.loads,
-    "prefix": lambda it: it.cached_tokens,
-    "chunks": lambda it: it.chunks > it.placements,
-    "batch": lambda it: it.rows > 1,
-    "decode": lambda it: len(it.tokens) > 1,
-}
-"""Features that a request may use and its replay does not, or in another form; the rarest first."""
 
 
 class KeptRequests:

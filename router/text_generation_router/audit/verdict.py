@@ -2,9 +2,10 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, isinf, isnan
+from typing import NamedTuple
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Sampling
@@ -24,35 +25,32 @@ class Verdict(StrEnum):
     DROPPED = "dropped"
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The largest differences between the scores of two computations of a text. docs/audits.md has the measurements."""
+class Bounds(NamedTuple):
+    """The differences between the scores of two computations of a text that are none. docs/audits.md has the measurements."""
 
     token: float
     """Largest difference of a token's log-probability, in nats. That of the mean over a text is a fifth."""
-    wrong: float | None
-    """Share of a text beyond `token`, besides one token; None: no token may be."""
-    odd: float
-    """Share of a text, besides one token, that may be beyond `token` where stages drop tokens, or be drawn differently."""
-    draws: bool
-    """True if draws count: among many tokens that are equally probable a rounded number changes most of them."""
+    rounded: bool = False
+    """Some tokens may differ by more, and no draw counts: among many tokens that are equally probable rounding changes most."""
 
 
-EXACT = Bounds(token=1e-4, wrong=None, odd=0.1, draws=True)
-ROUNDED = Bounds(token=0.5, wrong=0.02, odd=0.25, draws=False)
-RECURRENT = replace(EXACT, token=5e-4)  # float32 with states, which prefill computes in chunks
+EXACT = Bounds(1e-4)
+RECURRENT = Bounds(5e-4)  # states, which prefill computes in chunks
+ROUNDED = Bounds(0.5, rounded=True)
 
 
-def bounds_of(engine: str, dtype: str, kv_cache_dtype: str) -> Bounds:
-    """Return the bounds for an engine that computes in `dtype`, with an FP8 cache unless `kv_cache_dtype` is empty."""
+def bounds_of(info: pb.InfoResponse, *, has_states: bool = False) -> Bounds:
+    """Return the bounds for an engine, before any are measured."""
     # The nearest FP8 number may be another one after the smallest difference, and is then 6 to 12 % off.
-    return EXACT if engine == "echo" or (dtype == "float32" and not kv_cache_dtype) else ROUNDED
+    if info.engine != "echo" and (info.dtype != "float32" or info.kv_cache_dtype):
+        return ROUNDED
+    return RECURRENT if has_states else EXACT
 
 
 def measured_bounds(served: Sequence[float], replayed: Sequence[float]) -> Bounds:
     """Return bounds for rounded types that allow eight times the largest difference of a text from its replay."""
     largest = max((abs(a - b) for a, b in zip(served, replayed, strict=False) if not isnan(a - b)), default=inf)
-    return replace(ROUNDED, token=min(ROUNDED.token, max(0.25, 8 * largest)))
+    return Bounds(min(ROUNDED.token, max(0.25, 8 * largest)), rounded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +92,13 @@ def judge(
             continue
         if not isnan(served):
             differences.append(difference)
-        if bounds.draws and drawn != token and not sampling.greedy:
+        if not bounds.rounded and drawn != token and not sampling.greedy:
             odd.append(judgement)
     if not known:
         return Judgement(Verdict.UNJUDGED)
-    if len(wrong) > (0 if bounds.wrong is None else 1 + bounds.wrong * known):
+    if len(wrong) > (1 + 0.02 * known if bounds.rounded else 0):
         return wrong[0]
-    if len(odd) > 1 + bounds.odd * known:
+    if len(odd) > 1 + (0.25 if bounds.rounded else 0.1) * known:
         return odd[0]
     mean = sum(differences) / max(MEAN_OF, len(differences))
     if abs(mean) > bounds.token / 5:

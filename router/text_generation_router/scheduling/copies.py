@@ -238,9 +238,9 @@ class ReplicaCopies:
 
     def keep(self, sequence: ScheduledSequence) -> None:
         """Let the prefix of a sequence that ends be stored, if that is worth it."""
-        cache, request, count = self._cache, sequence.request, sequence.committed_blocks
+        cache, count = self._cache, sequence.committed_blocks
         is_moving = sequence in self.moving
-        if cache.host is None or not (cache.caching and count and "offload" not in request.without):
+        if cache.host_of(sequence) is None or not (cache.caching and count):
             return
         if not is_moving and not worth_storing(sequence, has_room=self._host.free >= count):
             return

@@ -95,7 +95,8 @@ class KVCache:
 
     def host_of(self, sequence: ScheduledSequence) -> HostCache | None:
         """Return the host cache, if there is one and the request does not do without it."""
-        return None if "offload" in sequence.request.without else self.host
+        without = sequence.request.without
+        return None if "offload" in without or "prefix" in without else self.host
 
     def tokens_on_device(self, sequence: ScheduledSequence) -> int:
         """Do as `cached_tokens`, without the host cache."""

@@ -4,7 +4,7 @@ A replay leaves as soon as it is cancelled, preempted, or its replica is lost; i
 and leaves nothing in the prefix cache.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import count
 
 from text_generation_router.request import Request, RequestId
@@ -36,22 +36,16 @@ class Replays:
         """The replicas that have one: the times of their steps say nothing about the requests of clients."""
         return {sequence.replica for sequence in self._sequences.values()}
 
-    def _able(self) -> Iterator[ReplicaScheduler]:
-        taken = self.replicas | self._draining
-        for number, replica in self._replicas.items():
-            if replica is None or number in taken:
-                continue
-            if replica.may_place(1) and replica.has_prefill_room:
-                yield replica
-
     def start(self, request: Request, served_by: int) -> int | None:
         """Place a replay on a replica that has room, on `served_by` only if no other has.
 
         Return the replica; None if there is none.
         """
         sequence = ScheduledSequence(request, next(self._arrivals), 0.0, 1)
-        for replica in sorted(self._able(), key=lambda each: (each.replica == served_by, each.occupied_slots)):
-            if replica.place(sequence):
+        serving = [each for each in self._replicas.values() if each is not None]
+        for replica in sorted(serving, key=lambda each: (each.replica == served_by, each.occupied_slots)):
+            is_able = replica.may_place(1) and replica.has_prefill_room
+            if replica.replica not in self.replicas | self._draining and is_able and replica.place(sequence):
                 self._sequences[request.id] = sequence
                 return replica.replica
         return None
@@ -59,9 +53,7 @@ class Replays:
     def cancel(self) -> list[int]:
         """Cancel all replays. Return their replicas: a slot is free once its release was applied."""
         numbers: list[int] = []
-        for sequence in list(self._sequences.values()):
-            if sequence.state is State.CANCELLED:
-                continue
+        for sequence in [each for each in self._sequences.values() if each.state is not State.CANCELLED]:
             numbers.append(sequence.replica)
             replica = self._replicas[sequence.replica]
             assert replica is not None, "a lost replica has no replays"

@@ -189,12 +189,11 @@ class EchoEngine(SynchronousEngine):
         if (replay := row.sequence.replay) is None:
             return
         for position in replay.predicted(row.start, row.length):
-            index, walker, mask = position - replay.first, replay.walker, replay.mask(self._masks)
+            walker, mask = replay.walker, replay.mask(self._masks)
             if mask is None or mask.failure is None:
                 (drawn,) = self.sample([walker], {} if mask is None else {walker.slot: mask}).token_ids
-                scores = replay.scores
-                scores.logprobs[index] = LOGPROB if drawn == replay.tokens[position] else -math.inf
-                scores.drawn_ids[index], scores.drawn_logprobs[index] = drawn, LOGPROB
+                is_drawn = drawn == replay.tokens[position]
+                replay.write(position, LOGPROB if is_drawn else -math.inf, drawn, LOGPROB)
             replay.advance()
 
 

@@ -1,16 +1,12 @@
 """Replay: the generated tokens at the end of a sequence's prompt, each scored again from the logits and masks of its position."""
 
 import math
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from text_generation_proto.values import LogprobOptions
 from text_generation_shard.engine import NewSequence, TokenScores
 from text_generation_shard.step.masks import Mask, TokenMasks
 from text_generation_shard.step.sequence import GREEDY, Sequence
-
-UNKNOWN = Mask(np.zeros(0, dtype=np.bool_), may_end=False, failure="the grammar is not compiled yet")
 
 
 @dataclass(slots=True)
@@ -20,12 +16,8 @@ class Replay:
     tokens: list[int]
     """Prompt and generated tokens."""
     walker: Sequence
-    """The sequence as it was when the next of these tokens was chosen."""
-    constrained: bool
-    """True if it has a grammar; the walker has the matcher once it is compiled."""
+    """The sequence as it was when the next of these tokens was chosen. With a grammar, it has the matcher before the first."""
     scores: TokenScores
-    _accepted: int = field(default=0)
-    """Generated tokens that the matcher has taken."""
 
     @classmethod
     def begin(cls, new: NewSequence) -> Sequence:
@@ -35,32 +27,27 @@ class Replay:
         walker = Sequence.of(replace(plain, prompt=new.prompt[: len(new.prompt) - count], matcher=None))
         sequence = Sequence.of(replace(plain, sampling=GREEDY, grammar=None))
         scores = TokenScores(new.slot, [math.nan] * count, [0] * count, [math.nan] * count)
-        sequence.replay = cls(list(new.prompt), walker, new.grammar is not None, scores)
+        sequence.replay = cls(list(new.prompt), walker, scores)
         return sequence
-
-    @property
-    def first(self) -> int:
-        """Position of the first generated token."""
-        return self.walker.prompt_length
 
     def predicted(self, start: int, length: int) -> range:
         """Return the generated tokens that positions [start, start + length) predict; position i predicts token i + 1."""
-        return range(max(start + 1, self.first), min(start + length + 1, len(self.tokens)))
+        return range(max(start + 1, self.walker.prompt_length), min(start + length + 1, len(self.tokens)))
 
     def mask(self, masks: TokenMasks | None) -> Mask | None:
-        """Return the mask of the walker's next token; None without a grammar, one with a failure if it is not known."""
-        if not self.constrained:
-            return None
-        walker, matcher = self.walker, self.walker.matcher
-        if masks is None or matcher is None:
-            return UNKNOWN
-        for token in walker.tokens[self.first + self._accepted :]:
-            matcher.beside = None  # the mask of the start, which is computed with the grammar
-            matcher.accept(token)
-        self._accepted = walker.generated
-        return masks.now(walker, matcher)
+        """Return the mask of the walker's next token; None without a grammar."""
+        matcher = self.walker.matcher
+        return None if masks is None or matcher is None else masks.now(self.walker, matcher)
 
     def advance(self) -> None:
         """Let the walker take its next token."""
-        self.walker.tokens.append(self.tokens[len(self.walker.tokens)])
-        self.walker.generated += 1
+        walker = self.walker
+        walker.tokens.append(self.tokens[len(walker.tokens)])
+        walker.generated += 1
+        if walker.matcher is not None:
+            walker.matcher.accept(walker.tokens[-1])
+
+    def write(self, position: int, logprob: float, drawn: int, drawn_logprob: float) -> None:
+        """Write the scores of the token at a position."""
+        at, scores = position - self.walker.prompt_length, self.scores
+        scores.logprobs[at], scores.drawn_ids[at], scores.drawn_logprobs[at] = logprob, drawn, drawn_logprob

@@ -169,7 +169,8 @@ class SequenceTable:
                 if sequence.has_images:
                     length = sequence.chunk_of_images(length)
                 last = sequence.computed + length == sequence.prompt_length
-                if length <= 0 or (last and sequence.pending_matcher is not None):
+                needs_matcher = last or sequence.replay is not None
+                if length <= 0 or (needs_matcher and sequence.pending_matcher is not None):
                     waiting.append(sequence)
                     continue
                 rows.append(StepRow(sequence, sequence.computed, length, samples=last))

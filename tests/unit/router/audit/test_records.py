@@ -17,7 +17,6 @@ from text_generation_router.request import Request, RequestId
 def test_a_record_whose_replay_would_score_other_tokens_is_refused(tmp_path: Path) -> None:
     served = Served(Request(RequestId(3), (5, 6, 7), 4))
     served.tokens, served.logprobs = array("I", (8, 9)), array("f", (-0.5, -0.25))
-    served.ended()
     info = pb.InfoResponse(engine="echo", max_sequence_length=100)
     record = orjson.loads(record_of(served, Judgement(Verdict.DIFFERENT), pb.TokenScores(), info, "none"))
     path = tmp_path / "record.json"

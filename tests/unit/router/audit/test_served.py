@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 
 import pytest
@@ -39,7 +38,6 @@ def served(number: int = 1, tenant: str = "", prompt: int = 10, tokens: int = 4,
     it = Served(request)
     it.placed(placed(request))
     it.got(pb.StepReport(token_ids=range(50, 50 + tokens), logprobs=[-1.0] * tokens), 0, tokens, 1)
-    it.ended()
     return it
 
 
@@ -56,15 +54,16 @@ def test_a_replay_is_the_prompt_and_the_served_tokens_without_the_clients_terms(
     replay = served(
         7, "a", sampling=Sampling(top_k=3), grammar=grammar, min_new_tokens=2, adapter="x", stop_sequences=("end",)
     ).replay(100)
-    assert replay.prompt == (*range(10), 50, 51, 52, 53)
+    assert [*replay.prompt] == [*range(10), 50, 51, 52, 53]
     assert (replay.replayed, replay.max_new_tokens, replay.min_new_tokens) == (4, 1, 2)
     assert (replay.sampling.top_k, replay.grammar, replay.adapter) == (3, grammar, "x")
     assert replay.logprobs == LogprobOptions(generated=True)
     assert (replay.qos.priority, replay.qos.end_by, replay.stop_sequences) == (Priority.BULK, None, ())
-    assert replay.without == {"prefix", "offload"}
+    assert replay.without == {"prefix"}
 
 
-def test_a_replay_has_the_images_of_its_request_which_count_as_memory() -> None:
+def test_what_a_request_holds_counts_as_memory() -> None:
+    assert served(prompt=1000).bytes - served(prompt=10).bytes == 4 * 990
     media = (PlacedImage(2, 3, ImageFile(b"1", bytes(10_000))),)
     kept, plain = served(media=media), served()
     assert kept.replay(100).media == media
@@ -84,10 +83,9 @@ def test_what_a_request_used_is_recorded() -> None:
     it.placed(placed(it.request, 2, 1, 32, 1, loaded=True))
     it.placed(placed(it.request, 2, 5, 0, 1))
     it.got(pb.StepReport(token_ids=[1, 2, 3]), 1, 2, 6)
-    it.chunks = 4
-    it.drafts = 1
+    it.counts += {"chunks": 4, "drafts": 1}
     assert it.features == {*FEATURES, "replica 2"}
-    assert (it.moves, it.preemptions) == (1, 1)
+    assert it.used == dict.fromkeys(FEATURES, 1) | {"prefix": 32, "batch": 5, "decode": 4}
     assert list(it.tokens) == [50, 51, 52, 53, 2]
     assert [each == each for each in it.logprobs] == [True] * 4 + [False]
 
@@ -96,7 +94,8 @@ def test_a_request_that_goes_on_elsewhere_moved() -> None:
     it = served()
     it.placed(placed(it.request, 1))
     it.placed(placed(it.request, 1, moves=1))
-    assert (it.moves, it.preemptions) == (2, 0)
+    assert it.used["move"] == 2
+    assert "preemption" not in it.used
 
 
 def test_tokens_of_another_scheduler_are_those_at_the_first_placement() -> None:
@@ -131,13 +130,6 @@ def test_a_request_that_cannot_start_holds_up_no_other_of_its_tenant() -> None:
         kept.put(served(number))
     kept.put(kept.take())
     assert [kept.take().request.id for _ in range(3)] == [1, 2, 0]
-
-
-def test_kept_requests_hold_tokens_as_arrays() -> None:
-    it = served(prompt=1000)
-    assert isinstance(it.prompt, array)
-    assert it.request.prompt == ()
-    assert it.bytes >= 4 * 1000
 
 
 def test_findings_name_what_they_have_in_common() -> None:

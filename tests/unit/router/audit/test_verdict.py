@@ -10,6 +10,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Sampling
 from text_generation_router.audit.verdict import (
     EXACT,
+    RECURRENT,
     ROUNDED,
     Bounds,
     Judgement,
@@ -118,9 +119,14 @@ def test_the_last_token_may_have_no_score() -> None:
 
 
 def test_bounds_follow_the_data_type() -> None:
-    assert [bounds_of("torch", dtype, "") for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
-    assert bounds_of("echo", "float32", "") is EXACT
-    assert bounds_of("torch", "float32", "fp8_e4m3fn") is ROUNDED
+    def bounds(dtype: str, engine: str = "torch", cache: str = "", *, has_states: bool = False) -> Bounds:
+        info = pb.InfoResponse(engine=engine, dtype=dtype, kv_cache_dtype=cache)
+        return bounds_of(info, has_states=has_states)
+
+    assert [bounds(dtype) for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
+    assert bounds("float32", has_states=True) == RECURRENT
+    assert bounds("bfloat16", "echo") == EXACT
+    assert bounds("float32", cache="fp8_e4m3fn") == ROUNDED
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from scheduler_checks import check_scheduler
 from scheduler_rig import a_policy, words
 
 from text_generation_proto.values import FinishReason, LogprobOptions
-from text_generation_router.audit.served import COLD
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -25,7 +24,8 @@ def scheduler(replicas: int = 1, blocks: int = 40, **policy: object) -> Schedule
 
 def replay(number: int = -1, prompt: tuple[int, ...] = PROMPT) -> Request:
     qos, logprobs = QualityOfService(priority=Priority.BULK), LogprobOptions(generated=True)
-    return Request(RequestId(number), prompt, 1, logprobs=logprobs, qos=qos, replayed=len(prompt) // 2, without=COLD)
+    cold = frozenset({"prefix"})
+    return Request(RequestId(number), prompt, 1, logprobs=logprobs, qos=qos, replayed=len(prompt) // 2, without=cold)
 
 
 def test_a_replay_takes_another_replica_than_the_one_that_served() -> None:

@@ -68,17 +68,17 @@ def start_token_scores(
 ) -> list[Write]:
     """Launch the scoring of the generated tokens that a row's hidden states predict; `offset` as in `StepInFlight.prefills`."""
     pending: list[Write] = []
-    tokens, walker = replay.tokens, replay.walker
-    predicted = replay.predicted(row.start, row.length)
+    tokens, walker, predicted = replay.tokens, replay.walker, replay.predicted(row.start, row.length)
     history = upload(tokens, torch.int32, hidden.device) if predicted and needs_history(walker.sampling) else None
     for start in range(predicted.start, predicted.stop, POSITIONS_AT_ONCE):
         end = min(start + POSITIONS_AT_ONCE, predicted.stop)
         logits = executor.logits(hidden, offset + start - 1 - row.start, offset + end - 1 - row.start)
         rows: list[SamplingRow] = []
-        known: list[bool] = []
+        known: list[int] = []
         for position in range(start, end):
             mask = replay.mask(masks)
-            known.append(mask is None or mask.failure is None)
+            if mask is None or mask.failure is None:
+                known.append(position)
             before = None if history is None else history[:position]
             rows.append(sampling_row(walker, mask, before, logits.shape[1]))
             replay.advance()
@@ -86,20 +86,15 @@ def start_token_scores(
         targets = upload(tokens[start:end], torch.int64, logits.device).unsqueeze(1)
         logprobs = sampled.scores.gather(1, targets).squeeze(1) - sampled.normalizers
         drawn, both = download(sampled.token_ids), download(torch.stack((logprobs, sampled.logprobs)))
-        pending.append(partial(_write, replay, start - replay.first, known, drawn, both))
+        pending.append(partial(_write, replay, start, known, drawn, both))
     return pending
 
 
-def _write(replay: Replay, first: int, known: list[bool], drawn: Tensor, logprobs: Tensor) -> None:
-    """Write scores of the generated tokens from `first` on. `logprobs` [2, n] are those of the tokens, and of those drawn."""
-    columns = zip(known, drawn.tolist(), *logprobs.tolist(), strict=True)
-    for at, (is_known, token, logprob, best) in enumerate(columns, first):
-        if is_known:  # else its grammar was not compiled
-            replay.scores.logprobs[at], replay.scores.drawn_ids[at], replay.scores.drawn_logprobs[at] = (
-                logprob,
-                token,
-                best,
-            )
+def _write(replay: Replay, first: int, known: list[int], drawn: Tensor, logprobs: Tensor) -> None:
+    """Write the scores at the positions `known`. `logprobs` [2, n] are those of the tokens from `first` on, and of those drawn."""
+    columns = list(zip(logprobs[0].tolist(), drawn.tolist(), logprobs[1].tolist(), strict=True))
+    for position in known:
+        replay.write(position, *columns[position - first])
 
 
 def sampling_row(sequence: Sequence, mask: Mask | None, history: Tensor | None, vocab_size: int) -> SamplingRow:
