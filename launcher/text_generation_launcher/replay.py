@@ -16,21 +16,20 @@ from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.launch import launch, socket_folder
 from text_generation_proto.client import ShardClient
 from text_generation_router.audit.records import read_record, replay_record
-from text_generation_router.audit.verdict import Verdict
+from text_generation_router.audit.verdict import Judgement, Verdict
 
 
 async def replay(path: str, config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
     """Print the verdict about a record; return FAILED unless its text is the same."""
-    code = ExitCode.FAILED
+    judgement = Judgement(Verdict.FAILED)
     alone = {"parts": "shards", "num_replicas": 1, "max_shard_restarts": 0, "shard_tcp_port": 0}
     alone |= {"places": "local", "shard_token": config.shard_token or secrets.token_hex(32)}
 
     async def judge(address: str) -> None:
-        nonlocal code
+        nonlocal judgement
         async with ShardClient.connect(address, own) as client:
             await client.ready(config.shard_connect_timeout)
             judgement = await replay_record(*record, client)
-        code = ExitCode.STOPPED if judgement.verdict is Verdict.SAME else ExitCode.FAILED
         print_to_end(f"{json.dumps(asdict(judgement))}\n")
 
     try:
@@ -43,4 +42,4 @@ async def replay(path: str, config: LauncherConfig, environ: Mapping[str, str]) 
     except* (CannotServe, grpc.aio.AioRpcError, TimeoutError) as group:
         error = first_error(group)
         log.error("cannot replay", reason=str(error) or type(error).__name__)
-    return code
+    return ExitCode.STOPPED if judgement.verdict is Verdict.SAME else ExitCode.FAILED

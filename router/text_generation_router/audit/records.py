@@ -75,11 +75,13 @@ async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client
     """Replay a record in one step on a shard that no router drives. Raises CannotServe, grpc.aio.AioRpcError."""
     info, tokens = await client.info(), len(order.prompt)
     if tokens >= info.max_sequence_length:
-        raise CannotServe(f"the record has {tokens} tokens and needs one more, the server {info.max_sequence_length}")
+        raise CannotServe(f"the record is too long: {tokens} tokens, in a context of {info.max_sequence_length}")
     pool = await client.warm_up(max_batch_prefill_tokens=tokens)
     blocks = range(-(-(tokens + 1) // pool.block_size))
     if len(blocks) > pool.num_blocks:
-        raise CannotServe(f"the record has {tokens} tokens, the KV cache {pool.num_blocks * pool.block_size}")
+        raise CannotServe(
+            f"the record is too long: {tokens} tokens, in a KV cache of {pool.num_blocks * pool.block_size}"
+        )
     order.blocks[:] = blocks
     groups = (pb.GroupBlocks(blocks=blocks[:1] if group.state else blocks) for group in pool.further_groups)
     order.further_blocks.extend(groups)

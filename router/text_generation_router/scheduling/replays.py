@@ -5,7 +5,6 @@ and leaves nothing in the prefix cache.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from itertools import count
 
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries
@@ -13,7 +12,7 @@ from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 FIRST_ARRIVAL = 1 << 60
-"""Later than all requests: of the lowest priority, a replay is the first to be preempted."""
+"""Later than all requests, plus the negative of its number: of the lowest priority, a replay is the first to be preempted."""
 
 
 class Replays:
@@ -23,7 +22,6 @@ class Replays:
         self._replicas = replicas
         self._draining = draining
         self._sequences: dict[RequestId, ScheduledSequence] = {}
-        self._arrivals = count(FIRST_ARRIVAL)
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._sequences
@@ -41,7 +39,7 @@ class Replays:
 
         Return the replica; None if there is none.
         """
-        sequence = ScheduledSequence(request, next(self._arrivals), 0.0, 1)
+        sequence = ScheduledSequence(request, FIRST_ARRIVAL - request.id, 0.0, 1)
         serving = [each for each in self._replicas.values() if each is not None]
         for replica in sorted(serving, key=lambda each: (each.replica == served_by, each.occupied_slots)):
             is_able = replica.may_place(1) and replica.has_prefill_room
