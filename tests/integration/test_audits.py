@@ -111,7 +111,7 @@ async def test_a_replay_gives_way_to_a_request_and_is_tried_again(tmp_path: Path
     async with audited([echo(echo_prefill_us=2000)], tmp_path) as server:
         await serve(server, request(server))
         async with asyncio.timeout(20):
-            while not len(server.cluster.scheduler.replays):  # noqa: ASYNC110 - a start has no event
+            while not server.cluster.scheduler.replays.running:  # noqa: ASYNC110 - a start has no event
                 await asyncio.sleep(0)
         await serve(server, request(server, prompt=range(300, 310)))
         await server.idle()
@@ -123,7 +123,7 @@ async def test_a_request_that_never_has_room_is_dropped(tmp_path: Path) -> None:
         await serve(server, request(server))
         while not server.auditor.verdicts["dropped"]:
             async with asyncio.timeout(20):
-                while not len(server.cluster.scheduler.replays):  # noqa: ASYNC110 - a start has no event
+                while not server.cluster.scheduler.replays.running:  # noqa: ASYNC110 - a start has no event
                     await asyncio.sleep(0)
             comes = request(server, 1, range(300, 310))
             server.submit(comes)

@@ -37,7 +37,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert set(scheduler.queue) == {each for each in scheduler._sequences.values() if each.state is State.WAITING}
     on_replicas = sum(replica.occupied_slots for replica in scheduler.serving)
     waiting = len(scheduler.queue) + on_replicas
-    assert len(scheduler._sequences) + len(scheduler.replays) == waiting, "each waits or has one slot"
+    assert len(scheduler._sequences) + (scheduler.replays.running is not None) == waiting, "each waits or has one slot"
     check_dispatcher(scheduler._dispatcher)
     check_queue(scheduler.queue)
     for replica in scheduler.serving:

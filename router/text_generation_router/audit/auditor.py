@@ -57,22 +57,21 @@ class Auditor:
         self._watched: dict[RequestId, Served] = {}
         """Requests that were chosen and run or wait."""
         self._kept = KeptRequests()
-        self._replays: dict[int, Served] = {}
-        """Requests that are being replayed, by replica; also those that gave way, until they are kept again."""
+        self._replayed: Served | None = None
+        """The request that is being replayed; also one that gave way, until its slot is free."""
         self._look = asyncio.Event()
 
     @property
     def waiting(self) -> int:
         """Requests that are watched, wait for their replay, or are being replayed."""
         self._collect()
-        return len(self._watched) + len(self._kept) + len(self._replays)
+        return len(self._watched) + len(self._kept) + (self._replayed is not None)
 
     def on_submit(self, request: Request) -> Request:
-        """Choose a request, or not. Replays give way to each, and each does without what is isolated."""
-        if self._replays:
-            for number in self._scheduler.replays.cancel():
-                self.cluster.wake(number)
-            self._take_back()
+        """Choose a request, or not. A replay gives way to each, and each does without what is isolated."""
+        if (replica := self._scheduler.replays.cancel()) is not None:
+            self.cluster.wake(replica)
+            self._end_replay()
         if self.cluster.isolated:
             request = replace(request, without=OPTIONAL.intersection(self.cluster.isolated))
         return self._watch(request) if is_chosen(request.id, self._share) else request
@@ -104,13 +103,7 @@ class Auditor:
         if self._watched:
             self._record(record)
             self._collect()
-        if (replayed := self._replays.get(record.replica)) is not None:
-            if scores := record.report.generated_scores:
-                self._judge(self._replays.pop(record.replica), scores[0])
-            elif any(each.request_id == replayed.replay_id for each in record.deliveries.failed):
-                del self._replays[record.replica]
-                self.verdicts[Verdict.FAILED if self._is_current(replayed) else Verdict.UNJUDGED] += 1
-            self._look.set()
+        self._end_replay(record)
         self._observer.on_report(record)
 
     def on_loss(self, replica: int) -> None:
@@ -141,9 +134,8 @@ class Auditor:
                 async with asyncio.timeout(RETRY_S if len(self._kept) else None):
                     await self._look.wait()
             self._look.clear()
-            self._take_back()
-            while self._start():
-                pass
+            self._end_replay()
+            self._start()
 
     def _measure(self) -> None:
         """Choose the bounds. Where numbers are rounded, serve a text whose replay tells how far prefill and decode lie apart."""
@@ -155,39 +147,47 @@ class Auditor:
             scheduler.submit(self._watch(request), time.monotonic())
             self.cluster.dispatch()
 
-    def _start(self) -> bool:
+    def _start(self) -> None:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not (len(self._kept) and scheduler.serving) or len(scheduler.queue) or cluster.draining or cluster.stopping:
-            return False
+        if not (len(self._kept) and scheduler.serving) or self._replayed is not None or len(scheduler.queue):
+            return
+        if cluster.draining or cluster.stopping:
+            return
         if scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy:
-            return False
+            return
         served = self._kept.take()
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
         request = served.replay(most)
         if request.replayed < 1 or not self._is_current(served):
             self.verdicts[Verdict.UNJUDGED] += 1
-            return True
-        if (number := scheduler.replays.start(request, served.replica)) is None:
+            self._look.set()
+        elif (replica := scheduler.replays.start(request, served.replica)) is None:
             self._kept.put(served)
-            return False
-        self._replays[number] = served
-        cluster.wake(number)
-        return True
+        else:
+            self._replayed = served
+            cluster.wake(replica)
 
     def _is_current(self, served: Served) -> bool:
         """Return True if the adapter of a request is the one that it was served with."""
         return self._scheduler.versions[served.request.adapter] == served.version
 
-    def _take_back(self) -> None:
-        """Keep the requests again whose replay gave way and has left its slot, unless they had their tries."""
-        for number in [at for at, each in self._replays.items() if each.replay_id not in self._scheduler.replays]:
-            served = self._replays.pop(number)
-            served.tries += 1
-            if served.tries < MAX_TRIES:
-                self._keep(served)
-            else:
-                self.verdicts[Verdict.DROPPED] += 1
+    def _end_replay(self, record: StepRecord | None = None) -> None:
+        """Handle the end of a replay that has left its slot: the report has its scores or its failure, else it gave way."""
+        served = self._replayed
+        if served is None or self._scheduler.replays.running is not None:
+            return
+        self._replayed = None
+        self._look.set()
+        served.tries += 1
+        if record is not None and record.report.generated_scores:
+            self._judge(served, record.report.generated_scores[0])
+        elif record is not None and any(each.request_id == served.replay_id for each in record.deliveries.failed):
+            self.verdicts[Verdict.FAILED if self._is_current(served) else Verdict.UNJUDGED] += 1
+        elif served.tries < MAX_TRIES:
+            self._keep(served)
+        else:
+            self.verdicts[Verdict.DROPPED] += 1
 
     def _judge(self, served: Served, scores: pb.TokenScores) -> None:
         if served.request.id == self._measured:

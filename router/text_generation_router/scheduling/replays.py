@@ -6,65 +6,61 @@ and leaves nothing in the prefix cache.
 
 from collections.abc import Mapping, Sequence, Set
 
-from text_generation_router.request import Request, RequestId
+from text_generation_router.request import Request
 from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
-FIRST_ARRIVAL = 1 << 60
-"""Later than all requests, plus the negative of its number: of the lowest priority, a replay is the first to be preempted."""
+ARRIVAL = 1 << 60
+"""Later than all requests: of the lowest priority, a replay is the first to be preempted."""
 
 
 class Replays:
-    """The replays that have a slot: at most one on each replica. `replicas` and `draining` are the scheduler's."""
+    """At most one replay at a time. `replicas` and `draining` are the scheduler's."""
 
     def __init__(self, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
         self._replicas = replicas
         self._draining = draining
-        self._sequences: dict[RequestId, ScheduledSequence] = {}
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._sequences
-
-    def __len__(self) -> int:
-        return len(self._sequences)
+        self.running: ScheduledSequence | None = None
+        """The one that has a slot."""
 
     @property
-    def replicas(self) -> set[int]:
-        """The replicas that have one: the times of their steps say nothing about the requests of clients."""
-        return {sequence.replica for sequence in self._sequences.values()}
+    def replica(self) -> int | None:
+        """The replica of the one that has a slot: the times of its steps say nothing about the requests of clients."""
+        return None if self.running is None else self.running.replica
 
     def start(self, request: Request, served_by: int) -> int | None:
         """Place a replay on a replica that has room, on `served_by` only if no other has.
 
-        Return the replica; None if there is none.
+        Return the replica; None if there is none, or another replay.
         """
-        sequence = ScheduledSequence(request, FIRST_ARRIVAL - request.id, 0.0, 1)
-        serving = [each for each in self._replicas.values() if each is not None]
-        for replica in sorted(serving, key=lambda each: (each.replica == served_by, each.occupied_slots)):
-            is_able = replica.may_place(1) and replica.has_prefill_room
-            if replica.replica not in self.replicas | self._draining and is_able and replica.place(sequence):
-                self._sequences[request.id] = sequence
-                return replica.replica
-        return None
+        if self.running is not None:
+            return None
+        sequence = ScheduledSequence(request, ARRIVAL, 0.0, 1)
+        usable = [each for each in self._replicas.values() if each is not None and each.replica not in self._draining]
+        for replica in sorted(usable, key=lambda each: (each.replica == served_by, each.occupied_slots)):
+            if replica.may_place(1) and replica.has_prefill_room and replica.place(sequence):
+                self.running = sequence
+                break
+        return self.replica
 
-    def cancel(self) -> list[int]:
-        """Cancel all replays. Return their replicas: a slot is free once its release was applied."""
-        numbers: list[int] = []
-        for sequence in [each for each in self._sequences.values() if each.state is not State.CANCELLED]:
-            numbers.append(sequence.replica)
-            replica = self._replicas[sequence.replica]
-            assert replica is not None, "a lost replica has no replays"
-            replica.drop(sequence)
-            if sequence.slot < 0:  # it was not sent
-                del self._sequences[sequence.id]
-        return numbers
+    def cancel(self) -> int | None:
+        """Cancel the replay. Return its replica: the slot is free once its release was applied; None if nothing changes."""
+        if (sequence := self.running) is None or sequence.state is State.CANCELLED:
+            return None
+        number = sequence.replica
+        replica = self._replicas[number]
+        assert replica is not None, "a lost replica has no replay"
+        replica.drop(sequence)
+        if sequence.slot < 0:  # it was not sent
+            self.running = None
+        return number
 
     def forget(self, left: Sequence[ScheduledSequence], deliveries: Deliveries) -> Sequence[ScheduledSequence]:
-        """Forget the replays among the sequences that left a replica, and their tokens; return the others."""
-        if not self._sequences:
+        """Forget the replay if it is among the sequences that left a replica, and its token; return the others."""
+        if (replay := self.running) is None:
             return left
-        deliveries.tokens = [each for each in deliveries.tokens if each[0] not in self]
-        for sequence in left:
-            self._sequences.pop(sequence.id, None)
-        return [sequence for sequence in left if not sequence.request.replayed]
+        deliveries.tokens = [each for each in deliveries.tokens if each[0] != replay.id]
+        if replay in left:
+            self.running = None
+        return [sequence for sequence in left if sequence is not replay]

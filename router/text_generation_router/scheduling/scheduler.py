@@ -206,7 +206,7 @@ class Scheduler:
         """Record the results of a step."""
         deliveries, scheduler = Deliveries(), self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
-        measured = replica not in self.replays.replicas
+        measured = replica != self.replays.replica
         served, left = scheduler.update(output, deliveries, measured=measured)
         for request_id, _ in deliveries.cached:
             count_hits(self._sequences[request_id], scheduler, self.queue)
@@ -382,7 +382,7 @@ class Scheduler:
             queued_tokens=self.queue.work,
             queue_seconds=self._throughputs.wait(self.queue.work, available or self._throughputs.fastest()) or 0.0,
             busy_ratio=self._throughputs.busy_ratio(available, now),
-            running=sum(replica.occupied_slots for replica in serving) - len(self.replays),
+            running=sum(replica.occupied_slots for replica in serving) - (self.replays.running is not None),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
             kv_usage=kv_usage(replica.cache for replica in serving),
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
