@@ -150,11 +150,10 @@ class Auditor:
     def _start(self) -> None:
         """Start the next replay if there is room."""
         cluster, scheduler = self.cluster, self._scheduler
-        if not (len(self._kept) and scheduler.serving) or self._replayed is not None or len(scheduler.queue):
+        if self._replayed is not None or not len(self._kept) or not scheduler.serving or len(scheduler.queue):
             return
-        if cluster.draining or cluster.stopping:
-            return
-        if scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy:
+        is_busy = scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy
+        if is_busy or cluster.draining or cluster.stopping:
             return
         served = self._kept.take()
         most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
