@@ -24,7 +24,7 @@ FEATURES = (
 )
 """Features that a request may use and its replay does not, or in another form; the rarest first."""
 OPTIONAL = frozenset({"drafts", "offload", "prefix"})
-"""Those that requests can do without."""
+"""The features that requests can do without."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Served:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN where none was reported."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How much of a feature was used, as far as the request and the number of tokens do not tell."""
+    """Amounts of features, as in `used`, but for those that request and tokens tell."""
     losses: int = 0
     """Replicas that it lost."""
     replica: int = -1

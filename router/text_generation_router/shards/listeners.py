@@ -47,7 +47,7 @@ class Delivery(ABC, Generic[Receiver]):
     def __init__(self) -> None:
         self._receivers: dict[RequestId, Receiver] = {}
         self._scored = set[RequestId]()
-        """Those whose client asked for log-probabilities: a report may have them for audits alone."""
+        """Requests whose client asked for log-probabilities: a report may have them for audits alone."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._receivers
