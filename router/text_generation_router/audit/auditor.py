@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
@@ -21,8 +20,8 @@ from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.observer import StepObserver, StepRecord
 
-RETRY_S = 0.05
-"""Seconds between two looks for room while requests wait for their replay."""
+LOOK_S = 0.05
+"""Seconds between two looks for requests that have ended, and for room for a replay. After a replay the next starts at once."""
 MEASURED = 64  # tokens of the prompt, and of the answer, that measure the bounds
 
 
@@ -59,12 +58,10 @@ class Auditor:
         self._kept = KeptRequests()
         self._replayed: Served | None = None
         """The request that is being replayed; also one that gave way, until its slot is free."""
-        self._look = asyncio.Event()
 
     @property
     def waiting(self) -> int:
         """Requests that are watched, wait for their replay, or are being replayed."""
-        self._collect()
         return len(self._watched) + len(self._kept) + (self._replayed is not None)
 
     def on_submit(self, request: Request) -> Request:
@@ -82,16 +79,9 @@ class Auditor:
             return request
         return replace(request, logprobs=replace(request.logprobs, tokens=True))
 
-    def _collect(self) -> None:
-        """Keep the watched requests that have ended."""
-        for request_id in [each for each in self._watched if each not in self._scheduler.requests]:
-            if (ended := self._watched.pop(request_id)).tokens:
-                self._keep(ended)
-
     def _keep(self, served: Served) -> None:
         if dropped := self._kept.put(served):
             self.verdicts[Verdict.DROPPED] += dropped
-        self._look.set()
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         for placement in orders.placements if self._watched else ():
@@ -102,12 +92,12 @@ class Auditor:
     def on_report(self, record: StepRecord) -> None:
         if self._watched:
             self._record(record)
-            self._collect()
-        self._end_replay(record)
+        if self._replayed is not None:
+            self._end_replay(record)
+            self._start()
         self._observer.on_report(record)
 
     def on_loss(self, replica: int) -> None:
-        self._look.set()  # the scheduler learns of it next
         self._observer.on_loss(replica)
 
     def _record(self, record: StepRecord) -> None:
@@ -130,10 +120,10 @@ class Auditor:
         await self.cluster.opened()
         self._measure()
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if len(self._kept) else None):
-                    await self._look.wait()
-            self._look.clear()
+            await asyncio.sleep(LOOK_S)
+            for request_id in [each for each in self._watched if each not in self._scheduler.requests]:
+                if (ended := self._watched.pop(request_id)).tokens:
+                    self._keep(ended)
             self._end_replay()
             self._start()
 
@@ -160,7 +150,6 @@ class Auditor:
         request = served.replay(most)
         if request.replayed < 1 or not self._is_current(served):
             self.verdicts[Verdict.UNJUDGED] += 1
-            self._look.set()
         elif (replica := scheduler.replays.start(request, served.replica)) is None:
             self._kept.put(served)
         else:
@@ -177,7 +166,6 @@ class Auditor:
         if served is None or self._scheduler.replays.running is not None:
             return
         self._replayed = None
-        self._look.set()
         served.tries += 1
         if record is not None and record.report.generated_scores:
             self._judge(served, record.report.generated_scores[0])
