@@ -188,7 +188,9 @@ async def test_a_finding_is_logged_counted_and_written(tmp_path: Path) -> None:
     (line,) = (each for each in logs if each["event"] == "audit found another text")
     assert (line["request_id"], line["position"], line["served"], line["drawn"]) == (2, 0, 101, 100)
     assert (line["suspect"], line["used"]["prefix"], line["replica"]) == ("prefix", 64, 0)
-    assert [kind for kind, _, _ in server.events] == ["audit"]
+    text = "An audit of request 2 found another text; likely cause: prefix"
+    used = {"prefix": 64, "decode": 7}
+    assert server.events == [("audit", text, f"token 0 of 8: {{'replica': 0, 'used': {used}}}")]
     (path,) = (tmp_path / "records").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert "someone" not in path.read_text()
@@ -240,6 +242,18 @@ async def test_a_replica_that_serves_wrong_text_gets_no_requests_any_more(tmp_pa
         assert server.cluster.scheduler.draining == {1}
         tokens = await serve(server, *(request(server) for _ in range(4)))
         assert tokens == [list(PROMPT[:8])] * 4
+
+
+async def test_an_isolated_replica_is_used_again_when_no_other_is_left(tmp_path: Path) -> None:
+    async with audited([echo(), echo()], tmp_path) as server:
+        assert server.cluster.release_replica(1)
+        server.cluster.isolated.append("replica 1")
+        server.shards[0].end_session()
+        async with asyncio.timeout(20):
+            while server.cluster.isolated:  # noqa: ASYNC110 - a loss has no event
+                await asyncio.sleep(0)
+        assert 1 in {each.replica for each in server.cluster.scheduler.available}
+        assert await serve(server, request(server)) == [list(PROMPT[:8])]
 
 
 async def test_the_last_replica_is_kept(tmp_path: Path) -> None:

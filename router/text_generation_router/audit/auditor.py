@@ -193,10 +193,10 @@ class Auditor:
         number, config = served.request.id, self._config
         suspect = self._findings.add(served.features)
         self.mismatches[suspect] += 1
-        found = asdict(judgement) | {"replica": served.replica, "used": served.used}
-        log.error("audit found another text", request_id=number, suspect=suspect, **found)
+        told = {"replica": served.replica, "used": served.used}
+        log.error("audit found another text", request_id=number, suspect=suspect, **asdict(judgement), **told)
         text = f"An audit of request {number} found another text; likely cause: {suspect}"
-        self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {found}")
+        self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {told}")
         if config.audit_folder and self._findings.total <= MAX_RECORDS:
             record = record_of(served, judgement, scores, self._info, suspect)
             asyncio.get_running_loop().run_in_executor(None, write_record, config.audit_folder, number, record)
