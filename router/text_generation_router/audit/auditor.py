@@ -102,16 +102,14 @@ class Auditor:
 
     def _record(self, record: StepRecord) -> None:
         """Record what the watched requests got in a step."""
-        report = record.report
-        drafted = {slot for drafting in report.drafting for slot in drafting.slots}
-        if drafted or report.prefilled_slots:
-            for served in self._watched.values():
-                if served.replica == record.replica:
-                    served.counts["chunks"] += served.slot in report.prefilled_slots
-                    served.counts["drafts"] += served.slot in drafted
-        tokens = record.deliveries.tokens
-        for request_id, start, end, _ in [each for each in tokens if each[0] in self._watched]:
-            self._watched[request_id].got(report, start, end, len(tokens))
+        report, tokens = record.report, record.deliveries.tokens
+        if here := {number: each for number, each in self._watched.items() if each.replica == record.replica}:
+            drafted = {slot for drafting in report.drafting for slot in drafting.slots}
+            for served in here.values():
+                served.counts["chunks"] += served.slot in report.prefilled_slots
+                served.counts["drafts"] += served.slot in drafted
+            for request_id, start, end, _ in [each for each in tokens if each[0] in here]:
+                here[request_id].got(report, start, end, len(tokens))
         for failed in record.deliveries.failed:
             self._watched.pop(failed.request_id, None)
 
