@@ -167,7 +167,7 @@ class Auditor:
         served.tries += 1
         if record is not None and record.report.generated_scores:
             self._judge(served, record.report.generated_scores[0])
-        elif record is not None and any(each.request_id == served.replay_id for each in record.deliveries.failed):
+        elif record is not None and any(each.request_id == -served.request.id for each in record.deliveries.failed):
             self.verdicts[Verdict.FAILED if self._is_current(served) else Verdict.UNJUDGED] += 1
         elif served.tries < MAX_TRIES:
             self._keep(served)

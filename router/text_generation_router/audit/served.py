@@ -87,11 +87,6 @@ class Served:
         images = sum(len(media.image.data) for media in request.media)
         return REQUEST_BYTES + images + 4 * (len(request.prompt) + 2 * len(self.tokens)) + 4 * text + 64 * listed
 
-    @property
-    def replay_id(self) -> RequestId:
-        """The id of its replay: requests have positive numbers, replays negative ones."""
-        return RequestId(-self.request.id)
-
     def replay(self, most_tokens: int) -> Request:
         """Return the replay of all its tokens, or of those before `most_tokens`, among which is one more."""
         known = array("I", self.request.prompt)
@@ -99,7 +94,7 @@ class Served:
         del known[most_tokens - 1 :]
         return replace(
             self.request,
-            id=self.replay_id,
+            id=RequestId(-self.request.id),  # that of no request
             prompt=known,
             max_new_tokens=1,
             stop_sequences=(),
