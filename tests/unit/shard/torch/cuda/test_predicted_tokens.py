@@ -40,7 +40,7 @@ def test_predicted_tokens_are_probable(
             model_path=folder,
             device=device.type,
             dtype="bfloat16",
-            max_batch_size=8,
+            max_batch_size=16,
             speculate="3",
             speculator=f"{folder}/draft" if is_eagle else "",
         )
