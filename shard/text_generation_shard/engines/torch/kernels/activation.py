@@ -78,14 +78,19 @@ def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + up_distance, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        experts = tl.arange(0, BINS)
-        all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
-        expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
-        bias_at = bias + expert * 2 * INNER + columns * step
+        bias_at = bias + expert_of(row, ends, EXPERTS, BINS) * 2 * INNER + columns * step
         gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias_at + up_distance, mask=inside, other=0.0).to(tl.float32)
     values = gated(gate, up, alpha, limit, KIND)
     tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def expert_of(row: tl.tensor, ends: tl.tensor, EXPERTS: tl.constexpr, BINS: tl.constexpr) -> tl.tensor:
+    """Return the expert of a row of the groups, from the end of each expert's rows; BINS is a power of two, at least EXPERTS."""
+    experts = tl.arange(0, BINS)
+    all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
+    return tl.sum((all_ends <= row).to(tl.int32), axis=0)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.activation import gated
+from text_generation_shard.engines.torch.kernels.activation import expert_of, gated
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import weighted_sum
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
@@ -47,7 +47,7 @@ _LARGEST = PanelTiling(32)
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
-    """Rows as sums of two numbers in E4M3: scale · (high + low / 16), exact for bfloat16 of at least 2^-11 of a row's largest."""
+    """Rows as sums of two numbers in E4M3: scale · (high + low / 16), exact for bfloat16 of at least 2^-13 of a row's largest."""
 
     values: Tensor
     """float8_e4m3fn [2, rows, inputs], high and low, with zeros up to a multiple of 128 inputs."""
@@ -169,10 +169,7 @@ def _split_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if KIND != "":
         up = tl.load(at + UP, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
-            experts = tl.arange(0, BINS)
-            all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
-            expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
-            bias_at = bias + expert * (2 * INPUTS) + columns * STEP
+            bias_at = bias + expert_of(row, ends, EXPERTS, BINS) * (2 * INPUTS) + columns * STEP
             own += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
             up += tl.load(bias_at + UP, mask=inside, other=0.0).to(tl.float32)
         # As rounded as the inner values of other kernels, and so as exact below.
