@@ -19,6 +19,7 @@ NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
 
 
 def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    """Return the first problem of a sequence that no engine could compute; None if there is none."""
     return (
         _prompt_problem(sequence, info)
         or _media_problem(sequence.media, len(sequence.prompt) - sequence.generated_tokens, info.max_images)

@@ -115,6 +115,10 @@ def test_prompts_are_computed_where_predicted_tokens_pay_for_them(seconds: float
         it.verified([Drafting(1, 3, 3, MTP, [(0, 3, 3)]), Drafting(1, 3, 0, MTP, [(0, 3, 0)])])
     assert len(tokens_of(it.drafts(sequences(4)))) == 4
     assert predictor.prompts == computed
+    # A long prompt alone: no sequence decodes, and none has drafts.
+    predictor.asked.clear()
+    assert it.drafts([]) == {}
+    assert bool(predictor.asked) == computed == it.pay_after([], prompts=True)
 
 
 def test_predicted_tokens_are_in_the_place_of_synthetic_ones() -> None:

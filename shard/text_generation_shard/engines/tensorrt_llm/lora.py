@@ -84,6 +84,8 @@ def _check(adapter: LoraAdapter, served: Collection[str], rank: int) -> None:
         problem = "has alpha_pattern, which TensorRT-LLM leaves out"
     elif unknown := sorted(adapter.modules.difference(served)):
         problem = f"changes {unknown[0]}, and TensorRT-LLM serves adapters of {', '.join(served)}"
+    elif bases := sorted(filter(None, (change.base for change in adapter.changes.values()))):
+        problem = f"has {bases[0]}, and TensorRT-LLM reads no weights of the model from adapters"
     elif adapter.rank > rank:
         problem = f"has rank {adapter.rank}, and --max-lora-rank is {rank}"
     if problem is not None:

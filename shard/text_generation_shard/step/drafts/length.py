@@ -183,7 +183,7 @@ class DraftLengths:
 
     def gain(self, rows: int, gains: Sequence[float], pass_s: float) -> float:
         """Return the factor of tokens per second by drafts of all rows with these gains, whose tokens take `pass_s` each; inf if unknown."""
-        if not rows or (plain := self.plain.expected(rows)) is None:
+        if (plain := self.plain.expected(rows)) is None:
             return math.inf
         factors = [
             (1 + sum(gains[:length])) * plain / (self._drafting_time(rows * (1 + length), rows) + length * pass_s)

@@ -22,7 +22,7 @@ GRAPH_BYTES = 4 << 20
 """Driver memory of a graph, besides its tensors."""
 
 STEP, PREDICT, CALL = 16, 17, 18
-"""Kinds of messages on the control channel. The payload of PREDICT is int32: `drafts`, the numbers of `inputs` and `outputs`, these,
+"""Kinds of messages on the control channel; lower numbers are the channel's own. The payload of PREDICT is int32: `drafts`, the numbers of `inputs` and `outputs`, these,
 and the plan of `Runner.predict`."""
 
 

@@ -1,8 +1,9 @@
 """The mixture of experts in MXFP4 for tens of tokens, by tensor cores of 8 bits.
 
 A number in bfloat16 has 8 significant bits: it is the sum of two numbers in E4M3, which have 4 each. A code in E2M1 times a power of
-two is a number in E4M3, too, and seven instructions make eight of them. So a product needs no more rounding than one in bfloat16,
-and far fewer instructions: those of a conversion to bfloat16 take longer than reading the weights.
+two is a number in E4M3, too, and seven instructions make eight of them. So a product is as precise as one in bfloat16, and needs far
+fewer instructions: those of a conversion to bfloat16 take longer than reading the weights. Tensor cores add products of 8 bits with about
+14 bits: sums over 128 inputs are added in float32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from text_generation_shard.engines.torch.kernels.rows import row_tile
 _AT_ONCE = tl.constexpr(128)
 """Inputs of an iteration: two panels, with one scale for each output."""
 _LOW_SCALE = tl.constexpr(16.0)
+"""Factor of the low numbers, which are at most a sixteenth of the high ones: small ones stay exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,9 @@ class PanelTiling:
 
 
 _TILINGS = ((4, PanelTiling(8)), (16, PanelTiling(16)))
-_LARGEST = PanelTiling(32)
 """By the most rows of an average expert: the best on an H200 for gpt-oss-20b."""
+_LARGEST = PanelTiling(32)
+"""The tiling for more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,7 @@ def _split_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
+    """Split a row. The largest value is scaled to at least 128 and less than 256."""
     after_previous(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -175,7 +179,6 @@ def _split_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         # As rounded as the inner values of other kernels, and so as exact below.
         own = gated(own, up, alpha, limit, KIND).to(tl.bfloat16).to(tl.float32)
         own = tl.where(inside, own, 0.0)
-    # The largest value becomes at least 128 and less than 256.
     exponent = (tl.max(tl.abs(own), axis=0).to(tl.int32, bitcast=True) >> 23) - 7
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     tl.store(scales + row, (exponent << 23).to(tl.float32, bitcast=True))
@@ -188,7 +191,11 @@ def _split_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 
 @triton.jit
 def _rounded(values: tl.tensor) -> tl.tensor:
-    """Return the nearest numbers in E4M3, in float32: converted there and back, ptxas of CUDA 12.8 reads another register."""
+    """Return the nearest numbers in E4M3, in float32.
+
+    A conversion to E4M3 and back is compiled wrong by ptxas 12.8 if two of the numbers are also stored in one word: the instruction
+    F2FP.F16.E4M3.UNPACK_B reads R1, which is no operand.
+    """
     bits = values.to(tl.int32, bitcast=True)
     normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     # Below 2^-6 numbers in E4M3 have a distance of 2^-9, as those in float32 from 2^14 on.

@@ -1,10 +1,9 @@
 """The grouped product of a mixture of experts: see layers/expert_linear.py for the formula.
 
-A few tokens are computed pair by pair, see few_experts.py, tens of tokens with experts in MXFP4 by panels, see expert_panels.py. For others there are two products over the pairs (token, expert),
-grouped by expert: by ours while few rows have the same expert, by torch's kernel or that of packed weights. The gated activation
-follows the first. A last kernel adds the weighted results of each token in the order of its experts. So the same inputs give the
-same bits, and nothing waits for the host.
-"""
+A few tokens are computed pair by pair, see few_experts.py, tens of tokens with experts in MXFP4 by panels, see expert_panels.py. For
+others there are two products over the pairs (token, expert), grouped by expert: by ours while few rows have the same expert, by
+torch's kernel or that of packed weights. The gated activation follows the first. A last kernel adds the weighted results of each
+token in the order of its experts. So the same inputs give the same bits, and nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ def experts(
     """
     if product is None and (few := few_weights(gate_up, down, ids.numel())):
         return few_experts(x, ids, weights, gate_up, down, activation, few)
-    if product is None and (panels := panel_weights(gate_up, down, ids.numel())):
+    if product is None and activation.has_gate and (panels := panel_weights(gate_up, down, ids.numel())):
         return panel_experts(x, ids, weights, gate_up, down, activation, panels)
     if product is None:
         product = grouped_mm if _is_faster_by_library(x, gate_up, down, ids.numel()) else grouped_product

@@ -1,4 +1,4 @@
-"""Quantized weights as the products of a few rows read them: in FP8, and packed integers in an order of their own."""
+"""Quantized weights as our products of a few or tens of rows read them: in FP8, and packed codes in orders of their own."""
 
 from __future__ import annotations
 

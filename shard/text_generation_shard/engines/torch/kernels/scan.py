@@ -84,7 +84,8 @@ def scan(
         updates = torch.empty_like(out)
         reads = torch.empty(len(qkv), heads * recurrence.key_width, dtype=qkv.dtype, device=qkv.device)
         pieces = triton.cdiv(rows.longest_chunk, _PIECE)
-        # Narrower products read other shared memory: ptxas of CUDA 12.8 takes a wrong register for their descriptors.
+        # For operands of 16 or 32 columns ptxas 12.8 computes the descriptor of the second HGMMA from a wrong register: it reads
+        # outside of the shared memory.
         widths = {
             "KEY_BLOCK": max(key_block, _PIECE),
             "VALUE_BLOCK": max(triton.next_power_of_2(value_width), _PIECE),

@@ -45,7 +45,7 @@ def random_tensors(weights: WeightFormat, name: str, shape: tuple[int, ...]) -> 
         if dtype == torch.int32:
             tensors[role] = torch.randint(-(1 << 31), 1 << 31, size).int()
         elif dtype == torch.uint8:
-            low, high = (119, 123) if role in ("scale", "scales") else (0, 256)
+            low, high = (113, 123) if role in ("scale", "scales") else (0, 256)
             tensors[role] = torch.randint(low, high, size, dtype=torch.uint8)
         elif role == "scale":
             tensors[role] = torch.rand(size) * 0.02 + 0.005
@@ -74,6 +74,8 @@ def product(weights: WeightFormat, name: str, outputs: int, inputs: int) -> tupl
                 assert part.packed is not None
                 part.tensor.copy_(part.packed.read(tensors, slice(0, part.tensor.shape[0])))
     layer.process_weights_after_loading()
+    is_mxfp4 = isinstance(weights, Mxfp4Format | GptOssMxfp4Format)
+    assert (layer.panels is not None) == (is_mxfp4 and torch.cuda.get_device_capability() == (9, 0))
     bias = torch.randn(COUNT, outputs, device=device, dtype=torch.bfloat16) if stacked else None
     placeholder = torch.empty(COUNT, outputs, 0, device=device, dtype=torch.bfloat16)
     return ExpertLinear(placeholder, bias, layer), ExpertLinear(dense.to(device, torch.bfloat16), bias)

@@ -249,14 +249,14 @@ class HummingExperts:
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernels; reorder them for humming's."""
         tensors, device = packed_tensors(self._layer), self._layer.weight.device
+        if has_matvec_copy(self._experts[0], device):
+            flat = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
+            stored = flat["weight"], flat["weight_scale"], flat.get("zero_point")
+            self.matvec_weight = matvec_copy(self._weights, *stored)
         is_mxfp4 = isinstance(self._weights, Mxfp4Format | GptOssMxfp4Format)
         takes_panels = is_mxfp4 and self._layer.torch_dtype == torch.bfloat16 and compute_capability(device) == HOPPER
         if takes_panels and has_matvec_copy(self._experts[0], device):
             self.panels = ExpertPanels.of(tensors["weight"], tensors["weight_scale"])
-        if has_matvec_copy(self._experts[0], device):
-            tensors = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
-            stored = tensors["weight"], tensors["weight_scale"], tensors.get("zero_point")
-            self.matvec_weight = matvec_copy(self._weights, *stored)
         self._layer.transform()
         self._tilings = expert_tilings(self._layer.humming_config)
 

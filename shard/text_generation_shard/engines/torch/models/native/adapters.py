@@ -125,7 +125,7 @@ class ModelAdapters(StepAdapters, AdapterStore):
                     matrices[text_name(name)] = a, b * change.scale
                     if change.base is not None and adapter.model is not None:
                         stored = self._weights.get(text_name(name), "")
-                        if not _is_stored(file.get_tensor(change.base), stored, adapter.model):
+                        if not _is_stored(file, change.base, stored, adapter.model):
                             raise EngineError(f"{path}: {change.base} is not the embedding or LM head of the model")
         except (OSError, RuntimeError, SafetensorError) as error:
             raise EngineError(f"{path} cannot be read: {one_line(error)}") from None
@@ -160,13 +160,14 @@ class ModelAdapters(StepAdapters, AdapterStore):
         return self._held[name].exception()
 
 
-def _is_stored(weight: Tensor, name: str, folder: Path) -> bool:
-    """Return True if a checkpoint has this weight, up to rounding to its dtype."""
+def _is_stored(file: safe_open, key: str, name: str, folder: Path) -> bool:
+    """Return True if a checkpoint has this weight of an adapter's file, up to rounding to its dtype."""
     checkpoint = Checkpoint(folder, text_only=True)
-    if name not in checkpoint or (own := checkpoint.map([name])[name]).shape != weight.shape:
+    weight = file.get_slice(key)  # type: ignore[no-untyped-call]
+    if name not in checkpoint or [*(own := checkpoint.map([name])[name]).shape] != weight.get_shape():
         return False
-    pairs = zip(torch.split(own, ROWS_AT_ONCE), torch.split(weight, ROWS_AT_ONCE), strict=True)
-    return all(torch.equal(rows.to(given.dtype), given) for rows, given in pairs)
+    pieces = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(own), ROWS_AT_ONCE)]
+    return all(torch.equal(own[piece].to((given := weight[piece]).dtype), given) for piece in pieces)
 
 
 def _by(shape: tuple[int, int]) -> str:
