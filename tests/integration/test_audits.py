@@ -173,6 +173,15 @@ async def test_a_request_that_comes_again_from_a_worker_has_its_first_tokens(tmp
         assert server.auditor.verdicts == {"same": 1}
 
 
+async def test_a_request_used_nothing_of_the_next_one_in_its_slot(tmp_path: Path) -> None:
+    async with audited([echo()], tmp_path, max_batch_size=1) as server:
+        listeners = [server.submit(request(server, 4, range(1000 * n, 1000 * n + 20))) for n in range(5)]
+        watched = list(server.auditor._watched.values())
+        for listener in listeners:
+            await listener.over.wait()
+        assert [each.used for each in watched] == [{"decode": 3}] * 5
+
+
 async def test_a_finding_is_logged_counted_and_written(tmp_path: Path) -> None:
     config = ALL.model_copy(update={"audit_folder": str(tmp_path / "records")})
     with capture_logs() as logs:

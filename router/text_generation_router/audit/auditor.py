@@ -102,14 +102,17 @@ class Auditor:
 
     def _record(self, record: StepRecord) -> None:
         """Record what the watched requests got in a step."""
-        report, tokens = record.report, record.deliveries.tokens
+        report, tokens, live = record.report, record.deliveries.tokens, self._scheduler.requests
         if here := {number: each for number, each in self._watched.items() if each.replica == record.replica}:
             drafted = {slot for drafting in report.drafting for slot in drafting.slots}
-            for served in here.values():
-                served.counts["chunks"] += served.slot in report.prefilled_slots
-                served.counts["drafts"] += served.slot in drafted
-            for request_id, start, end, _ in [each for each in tokens if each[0] in here]:
-                here[request_id].got(report, start, end, len(tokens))
+            given = {request_id: (start, end) for request_id, start, end, _ in tokens if request_id in here}
+            for number, served in here.items():
+                # Another sequence may be in the slot of one that ended before this report, or waits again.
+                if number in given or (number in live and live[number].slot == served.slot):
+                    served.counts["chunks"] += served.slot in report.prefilled_slots
+                    served.counts["drafts"] += served.slot in drafted
+            for number, (start, end) in given.items():
+                here[number].got(report, start, end, len(tokens))
         for failed in record.deliveries.failed:
             self._watched.pop(failed.request_id, None)
 
