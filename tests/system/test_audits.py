@@ -58,8 +58,9 @@ def test_the_launcher_replays_a_record(tmp_path: Path, tokens: tuple[int, ...], 
     served = Served(Request(RequestId(3), (5, 6, 7), 4))
     served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
     info = pb.InfoResponse(engine="echo", max_sequence_length=100)
+    scores = pb.TokenScores(logprobs=[-0.5] * 4)
     record = tmp_path / "record.json"
-    record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), pb.TokenScores(), info, "none"))
+    record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), scores, info, "none"))
     command = [*REPLAY, record, "--model-id", tmp_path, "--engine", "echo"]
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads(done.stdout)

@@ -28,7 +28,7 @@ def record_of(
     served: Served, judgement: Judgement, scores: pb.TokenScores, info: pb.InfoResponse, suspect: str
 ) -> bytes:
     """Return a finding as JSON, with null or "NaN" for numbers that it does not have. It holds token ids, images, the text of a grammar."""
-    replay = served.replay(info.max_sequence_length)
+    replay = served.replay(len(served.request.prompt) + len(scores.logprobs) + 1)  # as far as it was replayed
     orders = SchedulerOutput(1, placements=(Placement(0, replay, (), ()),))
     (order,) = orders_to_pb(orders, info.eos_token_ids).placements
     record = {
@@ -74,14 +74,13 @@ def read_record(path: Path) -> tuple[pb.NewSequence, Sequence[float]]:
 async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client: ShardClient) -> Judgement:
     """Replay a record in one step on a shard that no router drives. Raises CannotServe, grpc.aio.AioRpcError."""
     info, tokens = await client.info(), len(order.prompt)
+    too_long = f"the record is too long: {tokens} tokens and one more do not fit in"
     if tokens >= info.max_sequence_length:
-        raise CannotServe(f"the record is too long: {tokens} tokens, in a context of {info.max_sequence_length}")
+        raise CannotServe(f"{too_long} a context of {info.max_sequence_length}")
     pool = await client.warm_up(max_batch_prefill_tokens=tokens)
     blocks = range(-(-(tokens + 1) // pool.block_size))
     if len(blocks) > pool.num_blocks:
-        raise CannotServe(
-            f"the record is too long: {tokens} tokens, in a KV cache of {pool.num_blocks * pool.block_size}"
-        )
+        raise CannotServe(f"{too_long} a KV cache of {pool.num_blocks * pool.block_size}")
     order.blocks[:] = blocks
     groups = (pb.GroupBlocks(blocks=blocks[:1] if group.state else blocks) for group in pool.further_groups)
     order.further_blocks.extend(groups)

@@ -20,12 +20,13 @@ from text_generation_shard.engines.echo import EchoEngine
 PROMPT = tuple(range(20))
 
 
-def written(path: Path, context: int = 100) -> dict[str, Any]:
-    """Write the record of a finding in a model with a context of so many tokens."""
+def written(path: Path, scored: int = 2) -> dict[str, Any]:
+    """Write the record of a finding whose replay scored so many of two tokens."""
     served = Served(Request(RequestId(3), PROMPT, 4))
     served.tokens, served.logprobs = array("I", (8, 9)), array("f", (-0.5, -0.25))
-    info = pb.InfoResponse(engine="echo", max_sequence_length=context)
-    path.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), pb.TokenScores(), info, "none"))
+    info = pb.InfoResponse(engine="echo", max_sequence_length=100)
+    scores = pb.TokenScores(logprobs=[-1.0] * scored)
+    path.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), scores, info, "none"))
     record: dict[str, Any] = orjson.loads(path.read_bytes())
     return record
 
@@ -44,8 +45,8 @@ def test_a_record_whose_replay_would_score_other_tokens_is_refused(tmp_path: Pat
             read_record(path)
 
 
-def test_a_record_has_no_token_that_its_replay_cannot_score(tmp_path: Path) -> None:
-    written(tmp_path / "record.json", 22)
+def test_a_record_has_no_token_that_its_replay_did_not_score(tmp_path: Path) -> None:
+    written(tmp_path / "record.json", 1)
     order, logprobs = read_record(tmp_path / "record.json")
     assert (list(order.prompt), order.generated_tokens, logprobs) == ([*PROMPT, 8], 1, [-0.5])
 
@@ -61,5 +62,5 @@ async def test_a_record_that_is_too_long_for_a_server_is_refused(
     order, logprobs = read_record(tmp_path / "record.json")
     engine = EchoEngine.build(ShardConfig(engine="echo", **options))  # type: ignore[arg-type]
     async with serve_engine(engine, f"unix://{tmp_path}/shard") as shard:
-        with pytest.raises(CannotServe, match=f"the record is too long: 22 tokens, in {room}$"):
+        with pytest.raises(CannotServe, match=f"the record is too long: 22 tokens and one more do not fit in {room}$"):
             await replay_record(order, logprobs, shard.client)
