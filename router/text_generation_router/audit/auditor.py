@@ -89,21 +89,21 @@ class Auditor:
                 served.placed(self._scheduler.requests[placement.request.id])
         self._observer.on_orders(orders, seconds)
 
-    def on_report(self, record: StepRecord) -> None:
+    def on_report(self, step: StepRecord) -> None:
         if self._watched:
-            self._record(record)
+            self._update_watched(step)
         if self._replayed is not None:
-            self._end_replay(record)
+            self._end_replay(step)
             self._start()
-        self._observer.on_report(record)
+        self._observer.on_report(step)
 
     def on_loss(self, replica: int) -> None:
         self._observer.on_loss(replica)
 
-    def _record(self, record: StepRecord) -> None:
-        """Record what the watched requests got in a step."""
-        report, tokens, live = record.report, record.deliveries.tokens, self._scheduler.requests
-        if here := {number: each for number, each in self._watched.items() if each.replica == record.replica}:
+    def _update_watched(self, step: StepRecord) -> None:
+        """Add to the watched requests what they got and used in a step."""
+        report, tokens, live = step.report, step.deliveries.tokens, self._scheduler.requests
+        if here := {number: each for number, each in self._watched.items() if each.replica == step.replica}:
             drafted = {slot for drafting in report.drafting for slot in drafting.slots}
             given = {request_id: (start, end) for request_id, start, end, _ in tokens if request_id in here}
             for number, served in here.items():
@@ -113,7 +113,7 @@ class Auditor:
                     served.counts["drafts"] += served.slot in drafted
             for number, (start, end) in given.items():
                 here[number].got(report, start, end, len(tokens))
-        for failed in record.deliveries.failed:
+        for failed in step.deliveries.failed:
             self._watched.pop(failed.request_id, None)
 
     async def run(self) -> None:
@@ -161,16 +161,16 @@ class Auditor:
         """Return True if the adapter of a request is the one that it was served with."""
         return self._scheduler.versions[served.request.adapter] == served.version
 
-    def _end_replay(self, record: StepRecord | None = None) -> None:
+    def _end_replay(self, step: StepRecord | None = None) -> None:
         """Handle the end of a replay that has left its slot: the report has its scores or its failure, else it gave way."""
         served = self._replayed
         if served is None or self._scheduler.replays.running is not None:
             return
         self._replayed = None
         served.tries += 1
-        if record is not None and record.report.generated_scores:
-            self._judge(served, record.report.generated_scores[0])
-        elif record is not None and any(each.request_id == -served.request.id for each in record.deliveries.failed):
+        if step is not None and step.report.generated_scores:
+            self._judge(served, step.report.generated_scores[0])
+        elif step is not None and any(each.request_id == -served.request.id for each in step.deliveries.failed):
             self.verdicts[Verdict.FAILED if self._is_current(served) else Verdict.UNJUDGED] += 1
         elif served.tries < MAX_TRIES:
             self._keep(served)
@@ -187,16 +187,17 @@ class Auditor:
         if judgement.verdict is Verdict.SAME:
             self._findings.confirm(served.features)
         elif judgement.verdict is Verdict.DIFFERENT:
-            self._report(served, scores, judgement)
+            self._add_finding(served, scores, judgement)
 
-    def _report(self, served: Served, scores: pb.TokenScores, judgement: Judgement) -> None:
-        """Report a finding, and isolate what the last ones share."""
+    def _add_finding(self, served: Served, scores: pb.TokenScores, judgement: Judgement) -> None:
+        """Log, count and write a finding, and isolate what the last ones share."""
         number, config = served.request.id, self._config
         suspect = self._findings.add(served.features)
         self.mismatches[suspect] += 1
-        told = {"replica": served.replica, "used": served.used}
-        log.error("audit found another text", request_id=number, suspect=suspect, **asdict(judgement), **told)
+        replica, used, found = served.replica, served.used, asdict(judgement)
+        log.error("audit found another text", request_id=number, suspect=suspect, replica=replica, used=used, **found)
         text = f"An audit of request {number} found another text; likely cause: {suspect}"
+        told = ", ".join(f"{name} {amount}" for name, amount in {"replica": replica, **used}.items())
         self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {told}")
         if config.audit_folder and self._findings.total <= MAX_RECORDS:
             record = record_of(served, judgement, scores, self._info, suspect)

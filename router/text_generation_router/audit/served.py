@@ -34,7 +34,7 @@ class Served:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """NaN where none was reported."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Amounts of features, as in `used`, but for those that request and tokens tell."""
+    """Amounts of the features that are counted as they are used. `used` adds those that follow from request and tokens."""
     losses: int = 0
     """Replicas that it lost."""
     replica: int = -1
@@ -50,7 +50,7 @@ class Served:
             self.counts["move" if moved else "preemption"] += 1
         self.counts["prefix"] += sequence.cached_tokens
         self.counts["offload"] += sequence.loaded
-        self.counts["chunks"] -= 1  # one is no more than a prompt as a whole
+        self.counts["chunks"] -= 1  # the first chunk of a placement does not count
         self.losses, self.version = sequence.moves.total, sequence.version
         self.replica, self.slot = sequence.replica, sequence.slot
         self._add(sequence.generated[len(self.tokens) :])  # those of another scheduler
