@@ -146,7 +146,8 @@ class ReplicaCopies:
             return load.sequence
         if (store := self._stores.pop(end.number, None)) is not None:
             self._end_store(store, failed=bool(end.failed))
-            if end.failed or store.ends:
+            # One of the further groups alone was the last, of all that the device has: they may not have room for all of its ends.
+            if end.failed or store.ends or not store.new:
                 self._drop(store.waiting)
         return None
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from scheduler_checks import check_scheduler
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.copies import Copy, CopyEnd
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
@@ -27,10 +28,12 @@ class World:
         for replica, spec in enumerate(specs):
             self.scheduler.open(replica, spec)
 
-    def submit(self, prompt: range, job: str = "", *without: str) -> None:
+    def submit(self, prompt: range, job: str = "", *without: str, ends: tuple[int, ...] = ()) -> None:
         self.requests += 1
         qos = QualityOfService(TenantId(""), job=job)
-        request = Request(RequestId(self.requests), tuple(prompt), 1, qos=qos, without=frozenset(without))
+        request = Request(
+            RequestId(self.requests), tuple(prompt), 1, qos=qos, without=frozenset(without), turn_ends=ends
+        )
         self.scheduler.submit(request, 0.0)
         self.scheduler.dispatch()
 
@@ -78,6 +81,23 @@ def test_a_block_that_is_stored_again_has_a_new_tag() -> None:
             assert not set(zip(host, now, strict=True)) & tags.items()
             tags |= zip(host, now, strict=True)
     assert len(tags) == 24, "all blocks were used, some for several prefixes"
+
+
+def test_window_blocks_of_one_prefix_do_not_replace_each_other_without_end() -> None:
+    window = CacheGroup(24, window=BLOCK, host_blocks=2)
+    world = World(replace(SPEC, num_blocks=24, further_groups=(window,)))
+    world.submit(range(200), "mine", ends=(40, 60, 75))
+    world.report(0, prefilled=world.orders())
+    world.submit(range(1000, 1300), "mine")  # it evicts the end of the first prompt before that is stored
+    orders = world.orders()
+    world.report(0, prefilled=orders)
+    world.report(0, CopyEnd(orders.copies[0].number))
+    stores = 0
+    while world.scheduler.may_have_orders(0):
+        copies = world.orders().copies
+        stores += len(copies)
+        assert stores < 20
+        world.report(0, *(CopyEnd(copy.number) for copy in copies))
 
 
 def test_a_one_off_prompt_displaces_nothing() -> None:
