@@ -24,9 +24,9 @@ class CacheGroup:
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the index of the first block that the tokens from `position` on need; of states that of the checkpoint there."""
-        if self.is_state:
-            return max(0, position // block_size - 1)
-        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+        if self.window is not None:
+            return max(0, position - self.window + 1) // block_size
+        return max(0, position // block_size - 1) if self.is_state else 0
 
     def blocks_held(self, tokens: int, block_size: int) -> int:
         """Return the most blocks that the next of at most `tokens` tokens needs, its own included."""

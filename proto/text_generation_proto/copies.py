@@ -1,6 +1,5 @@
 """Copies of blocks between the device and the host cache, as both sides of the wire know them."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -13,8 +12,7 @@ class CopiedBlocks(NamedTuple):
     """Numbers of 32 bits: a block is loaded only if it is the one that was stored with its tag."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy to begin at a step boundary."""
 
     number: int

@@ -72,7 +72,10 @@ class ReplicaSpec:
         if positions > self.num_tokens or not self.holds(adapter):
             return False
         size = self.block_size
-        return all(group.blocks_held(positions, size) <= group.num_blocks for group in self.further_groups)
+        for group in self.further_groups:
+            if positions > group.num_blocks * size and group.blocks_held(positions, size) > group.num_blocks:
+                return False
+        return True
 
     @property
     def num_tokens(self) -> int:
