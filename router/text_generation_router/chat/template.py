@@ -32,16 +32,20 @@ MAX_BYTES_PER_CHARACTER = 4
 """UTF-8 bytes of a character."""
 MAX_INPUT_BYTES = MAX_BYTES_PER_CHARACTER * MAX_CHARACTERS
 """Bytes of messages, tools and template arguments as JSON."""
-MAX_ARGUMENTS, MAX_LAST_PARTS = 1024, 64
-"""Bytes of template arguments whose last part of prompts is kept, and the number of such texts."""
-QUESTION: Json = {"role": "user", "content": "¿?"}
-ANSWERED: list[Json] = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
+MAX_KEY_BYTES, MAX_SHORT_CHATS = 1024, 64
+"""Bytes of template arguments with which short chats are rendered, and the number of those whose endings are kept."""
+OWN_TEXT = "¿?"
+"""Stands in a short chat for texts that each chat has of its own."""
+QUESTION: Json = {"role": "user", "content": OWN_TEXT}
+NEXT_QUESTION: list[Json] = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
+"""The next turn of a chat: an answer and a further question."""
 CALL: Json = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
-CALLED: list[Json] = [
-    {"role": "assistant", "content": "", "reasoning_content": QUESTION["content"], "tool_calls": [CALL]},
+"""Templates of Mistral refuse ids of another form."""
+CALL_RESULT: list[Json] = [
+    {"role": "assistant", "content": "", "reasoning_content": OWN_TEXT, "tool_calls": [CALL]},
     {"role": "tool", "content": "!", "tool_call_id": CALL["id"], "name": "f"},
 ]
-"""The ways in which a chat goes on. Templates of Mistral refuse other ids."""
+"""The other next turn, in a chat with tools: a call and its result."""
 MAX_INLINE_MESSAGES = 256
 """Messages of a conversation whose input is made on the event loop: a millisecond."""
 
@@ -82,8 +86,8 @@ class TemplateRenderer:
             stage=stage,
         )
         self._without_templates = not sources
-        self._last_parts: dict[bytes, str | None] = {}
-        """See `_last_part`, by the template's arguments."""
+        self._short_chats: dict[bytes, str | None] = {}
+        """The unrepeated endings of short chats, by all that they depend on; None: the template refuses such a chat."""
 
     async def __aenter__(self) -> Self:
         """Start the workers, which compile the templates. Calls wait for them."""
@@ -123,45 +127,46 @@ class TemplateRenderer:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
 
-    async def last_parts(self, conversation: Conversation, text: str, tenant: TenantId) -> set[str]:
-        """Return the ends of a prompt `text` that the next turn does not repeat, as the start of the reasoning; none if not known.
+    async def unrepeated_endings(self, conversation: Conversation, text: str, tenant: TenantId) -> set[str]:
+        """Return the endings of a prompt `text` that its next turn does not repeat, such as the start of the reasoning.
 
-        One is that before a question, the other that before the result of a tool.
+        There is one for each kind of next turn, unless it is not known.
         """
-        ways = (ANSWERED, CALLED) if conversation.tools else (ANSWERED,)
-        parts = [await self._last_part(conversation, text, way, tenant) for way in ways]
-        return {part for part in parts if part is not None}
+        turns = (NEXT_QUESTION, CALL_RESULT) if conversation.tools else (NEXT_QUESTION,)
+        endings = [await self._ending(conversation, text, turn, tenant) for turn in turns]
+        return {ending for ending in endings if ending is not None}
 
-    async def _last_part(self, conversation: Conversation, text: str, way: list[Json], tenant: TenantId) -> str | None:
-        """Return the end that is not repeated if the chat goes on in a `way`; None if it is not known.
+    async def _ending(self, conversation: Conversation, text: str, turn: list[Json], tenant: TenantId) -> str | None:
+        """Return the ending that a next `turn` does not repeat; None if it is not known.
 
-        It is the same in all prompts, unless a template moves the system message or the tools into the last question, or drops the
-        reasoning before it. The latter is told with the first call after a question: where that ends, a checkpoint stays then.
+        A short chat has the same, unless the ending has text of the chat's own: the template moves the system message or the tools
+        into the last question, or drops the reasoning before it. The latter matters only after the first call since a question: the
+        checkpoint that is left then, before this reasoning, stays during later calls.
         """
         messages = conversation.messages
         system = messages[:1] if messages[0].get("role") == "system" else []
-        own = [*takewhile(lambda role: role != "user", (message.get("role") for message in reversed(messages)))]
-        calls = CALLED if own[:1] == ["tool"] and own.count("assistant") == 1 else []
-        settings = bool(system), bool(conversation.tools), way is CALLED, bool(calls)
-        key = orjson.dumps([conversation.template_kwargs, *settings])
-        if key not in self._last_parts and len(key) <= MAX_ARGUMENTS:
-            short = replace(conversation, messages=[*system, QUESTION, *calls], continue_final_message=False)
-            part = None
+        since = [*takewhile(lambda role: role != "user", (message.get("role") for message in reversed(messages)))]
+        first_call = CALL_RESULT if since[:1] == ["tool"] and since.count("assistant") == 1 else []
+        form = bool(system), bool(conversation.tools), turn is CALL_RESULT, bool(first_call)
+        key = orjson.dumps([conversation.template_kwargs, *form])
+        if key not in self._short_chats and len(key) <= MAX_KEY_BYTES:
+            short = replace(conversation, messages=[*system, QUESTION, *first_call], continue_final_message=False)
+            ending = None
             with suppress(TemplateError):
-                part = await self._not_repeated(short, await self.render(short, tenant), way, tenant)
-            if len(self._last_parts) == MAX_LAST_PARTS:
-                self._last_parts.clear()
-            self._last_parts[key] = part
-        part = self._last_parts.get(key)
-        if part is None or QUESTION["content"] not in part:
-            return part
+                ending = await self._compared(short, await self.render(short, tenant), turn, tenant)
+            if len(self._short_chats) == MAX_SHORT_CHATS:
+                self._short_chats.clear()
+            self._short_chats[key] = ending
+        ending = self._short_chats.get(key)
+        if ending is None or OWN_TEXT not in ending:
+            return ending
         with suppress(TemplateError):
-            return await self._not_repeated(conversation, text, way, tenant)
+            return await self._compared(conversation, text, turn, tenant)
         return None
 
-    async def _not_repeated(self, conversation: Conversation, text: str, way: list[Json], tenant: TenantId) -> str:
-        """Return the end of a prompt that it has not in common with the prompt of a chat that goes on."""
-        later = replace(conversation, messages=[*conversation.messages, *way])
+    async def _compared(self, conversation: Conversation, text: str, turn: list[Json], tenant: TenantId) -> str:
+        """Render the prompt of a next `turn`; return the ending of the prompt `text` that it does not repeat."""
+        later = replace(conversation, messages=[*conversation.messages, *turn])
         longer = await self.render(later, tenant)
         # os.path.commonprefix would hold the event loop for 60 ms a million characters; this takes 2.
         return text[bisect(range(1, len(text) + 1), 0, key=lambda count: not longer.startswith(text[:count])) :]

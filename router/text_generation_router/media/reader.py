@@ -68,10 +68,10 @@ class ImageTokens:
         config = files.config
         self._tokenizer = tokenizer
         self._image_id: int = config["image_token_id"] if "image_token_id" in config else config["image_token_index"]
-        token = tokenizer.token_text(self._image_id)
-        self.written = family.written.format(token)
+        self._token = tokenizer.token_text(self._image_id)
+        self.written = family.written.format(self._token)
         """The text of an image in a prompt."""
-        self._spelled = family.spelled.format(token)
+        self._spelled = family.spelled.format(self._token)
         self._layout = family.layout(files)
         self._texts: dict[str, array[TokenId]] = {}
         """Tokens of the marks in layouts."""
@@ -94,6 +94,10 @@ class ImageTokens:
         """Return a prompt as it is tokenized."""
         return text.replace(self.written, self._spelled) if self._spelled else text
 
+    def texts_around(self, text: str) -> list[str]:
+        """Return the texts before, between and after the image tokens of a prompt, as they are tokenized."""
+        return self.spelled(text).split(self._token)
+
     def split(self, text: str) -> tuple[str, list[str]]:
         """Return a text with the model's text for each image in TGI's form, and the sources of these images."""
         return MARKDOWN.sub(lambda _: self.written, text), MARKDOWN.findall(text)
@@ -104,9 +108,8 @@ class ImageTokens:
         """Return a prompt with the tokens of its images, each in the place of the one image token of `ids`. Raises InvalidRequest."""
         ids = array("I", ids)
         if (marks := ids.count(self._image_id)) != len(pictures):
-            token = self._tokenizer.token_text(self._image_id)
             raise InvalidRequest(
-                f"the prompt has {marks} places of images for {len(pictures)} images: its text must not have {token!r}, "
+                f"the prompt has {marks} places of images for {len(pictures)} images: its text must not have {self._token!r}, "
                 "and the chat template must have a place for each image"
             )
         prompt, media, start = array("I"), [], 0

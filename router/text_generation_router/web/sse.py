@@ -16,6 +16,7 @@ aiohttp's `write_eof` ends it.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from aiohttp import HttpVersion11, web
 
@@ -66,8 +67,9 @@ class EventStream:
         self._last_write = self._loop.time()
         self._flowing = False
         """True while events go to the connection at once; otherwise they are held for `run`."""
-        self.held = bytearray()
-        """Unsent events: at most `max_unread` bytes, one event, and those that do not count."""
+        self.held: Final = bytearray()
+        """Unsent events: at most `max_unread` bytes, one event, and those that do not count. The connection has this array, too, so
+        it is changed only in place."""
         self._connection.hold(self.held, self._on_change)
         self._uncounted = 0
         self._attention = asyncio.Event()
@@ -89,7 +91,7 @@ class EventStream:
             return
         # Not by this event: one may be larger than the limit, for a client that reads everything.
         behind = len(self.held) - self._uncounted > self._max_unread
-        self.held += event
+        self.held.extend(event)
         self._uncounted += 0 if counts else len(event)
         if behind:
             self._ended = True
@@ -116,7 +118,7 @@ class EventStream:
             if not await self._attention_within(None if self.held else self._last_write + self._keep_alive_s):
                 if self.held or self._last_write + self._keep_alive_s > self._loop.time():
                     continue  # there were events in the meantime
-                self.held += KEEP_ALIVE_EVENT
+                self.held.extend(KEEP_ALIVE_EVENT)
             elif self._error is not None and not self._response.prepared and not self.held:
                 raise self._error
             if not self._response.prepared:
@@ -124,7 +126,7 @@ class EventStream:
                 await self._response.prepare(self._request)
             self._write_held()
         if self._error is not None:
-            self.held += self._error_event(self._error)
+            self.held.extend(self._error_event(self._error))
         return self._response
 
     async def write_rest(self) -> None:

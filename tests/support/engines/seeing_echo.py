@@ -9,6 +9,7 @@ from checked_echo import CheckedEcho
 from http_stack import LIMITS
 from PIL import Image
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import FailureCode
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders
@@ -33,7 +34,7 @@ class EchoOfImages(CheckedEcho):
         return failed + super().apply(replace(orders, placements=tuple(placements), prefill=prefill))
 
 
-def echo_with_images(config: ShardConfig) -> Engine:
-    engine = EchoOfImages.build(config)
+def echo_with_images(config: ShardConfig, further_groups: tuple[CacheGroup, ...] = ()) -> Engine:
+    engine = EchoOfImages.build(config, further_groups=further_groups)
     engine.info = replace(engine.info, max_images=WITH_IMAGES.max_images)
     return engine

@@ -160,6 +160,17 @@ class RequestPreparer:
         ids = await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant)
         return len(self._images.tokens.place(ids, pictures)[0])
 
+    async def tokens_before(self, ending: str, request: Request) -> int:
+        """Return the number of tokens of a prompt before `ending`, the end of its text, in which images have no tokens yet."""
+        before, *after = [ending] if self._images is None else self._images.tokens.texts_around(ending)
+        # The tokens from its first image on are known.
+        stop = request.media[-len(after)].offset if after else len(request.prompt)
+        qos = request.qos
+        ids = await self._tokenizer.encode_ids(before, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt)
+        start = max(0, stop - len(ids))
+        # Where they differ, a token lies across the start of the ending.
+        return start if list(request.prompt[start:stop]) == list(ids) else max(0, start - 1)
+
     async def _prompt(
         self,
         inputs: str | Sequence[TokenId],

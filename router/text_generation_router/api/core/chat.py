@@ -211,8 +211,6 @@ class ChatPreparer:
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
         """The markers of the reasoning that is split from the text."""
-        self._last_part: tuple[str, list[TokenId]] = "", []
-        """The last part of the prompt whose turn was marked last, and its tokens."""
         self._any_tool = serving.settings.config.forward_unknown_tools and not FORMATS[call_format].unmarked
         """Calls of tools that the request does not have are calls."""
 
@@ -249,20 +247,10 @@ class ChatPreparer:
         requests = await self._serving.preparer.prepare(prompt, options, qos, count, shown.images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
-            parts = await self._renderer.last_parts(shown, text, qos.tenant)
-            ends = {await self._turn_end(part + continuation, requests[0].prompt, qos.tenant) for part in parts}
+            endings = await self._renderer.unrepeated_endings(shown, text, qos.tenant)
+            ends = {await self._serving.preparer.tokens_before(each + continuation, requests[0]) for each in endings}
             requests = [replace(request, turn_ends=tuple(sorted(ends))) for request in requests]
         return ChatRequest(requests, prompt, form)
-
-    async def _turn_end(self, part: str, prompt: Sequence[TokenId], tenant: TenantId) -> int:
-        """Return the tokens of a prompt before its last part, which the next turn does not repeat."""
-        if part != self._last_part[0]:
-            ids = await self._serving.tokenizer_pool.encode_ids(part, add_special_tokens=False, tenant=tenant)
-            self._last_part = part, list(ids)
-        _, ids = self._last_part
-        end = max(0, len(prompt) - len(ids))
-        # Where they differ, a token lies across the start of the part.
-        return end if list(prompt[end:]) == ids else max(0, end - 1)
 
     async def _constrained(
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str, tenant: TenantId

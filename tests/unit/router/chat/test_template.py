@@ -139,7 +139,7 @@ async def test_arguments_are_an_object_and_json_where_a_template_joins_them_with
 
 
 @pytest.mark.parametrize("name", ["chatml", "gemma", "llama3", "mistral", "qwen3"])
-async def test_the_next_turn_repeats_the_prompt_but_for_its_last_part(name: str) -> None:
+async def test_the_next_turn_repeats_the_prompt_but_for_its_ending(name: str) -> None:
     messages: list[Json] = [{"role": "user", "content": "Hello"}]
     answer: Json = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nHi"}
     async with a_renderer((Path(__file__).parent / f"templates/{name}.jinja").read_text()) as renderer:
@@ -147,12 +147,12 @@ async def test_the_next_turn_repeats_the_prompt_but_for_its_last_part(name: str)
             given = {"enable_thinking": thinks, "bos_token": "<s>", "eos_token": "</s>"}
             first = Conversation(messages, template_kwargs=given)
             prompt = await renderer.render(first)
-            (part,) = await renderer.last_parts(first, prompt, DEFAULT_TENANT)
-            assert part == ("" if name != "qwen3" or thinks else "<think>\n\n</think>\n\n")
-            assert prompt.endswith(part)
+            (ending,) = await renderer.unrepeated_endings(first, prompt, DEFAULT_TENANT)
+            assert ending == ("" if name != "qwen3" or thinks else "<think>\n\n</think>\n\n")
+            assert prompt.endswith(ending)
             turns = [*messages, answer, {"role": "user", "content": "And?"}]
             later = await renderer.render(Conversation(turns, template_kwargs=given))
-            assert later.startswith(prompt.removesuffix(part))
+            assert later.startswith(prompt.removesuffix(ending))
 
 
 async def test_a_further_question_drops_the_reasoning_before_a_call() -> None:
@@ -167,11 +167,11 @@ async def test_a_further_question_drops_the_reasoning_before_a_call() -> None:
         first, second = (replace(question, messages=[*question.messages, *called * count]) for count in (1, 2))
         prompt = await renderer.render(first)
         # The next prompt has <tool_call> in the place of <think>.
-        assert await renderer.last_parts(first, prompt, DEFAULT_TENANT) == {"", prompt.removeprefix(f"{before}<t")}
+        assert await renderer.unrepeated_endings(first, prompt, DEFAULT_TENANT) == {"", prompt.removeprefix(f"{before}<t")}
         # Later calls are not rendered again: the checkpoint is there.
-        assert await renderer.last_parts(second, await renderer.render(second), DEFAULT_TENANT) == {""}
+        assert await renderer.unrepeated_endings(second, await renderer.render(second), DEFAULT_TENANT) == {""}
 
 
-async def test_of_a_template_that_refuses_a_short_conversation_no_last_part_is_known() -> None:
+async def test_of_a_template_that_refuses_a_short_conversation_no_ending_is_known() -> None:
     async with a_renderer("{{ raise_exception('no') if messages | length < 2 else messages[1].content }}") as renderer:
-        assert await renderer.last_parts(says("Hello"), "", DEFAULT_TENANT) == set()
+        assert await renderer.unrepeated_endings(says("Hello"), "", DEFAULT_TENANT) == set()

@@ -44,6 +44,17 @@ async def test_truncate_keeps_the_last_tokens(pool: TokenizerPool) -> None:
     assert cut.max_new_tokens == 198
 
 
+async def test_the_tokens_before_several_endings_of_a_prompt_are_counted(pool: TokenizerPool) -> None:
+    preparer = a_preparer(pool)
+    [request] = await preparer.prepare("one two three four", OPTIONS)
+    for ending in ("", " four", " two three four", " four"):
+        before = await pool.encode_ids("one two three four".removesuffix(ending), add_special_tokens=True)
+        assert await preparer.tokens_before(ending, request) == len(before), ending
+    # A token lies across the start of this one.
+    before = await pool.encode_ids("one two three", add_special_tokens=True)
+    assert await preparer.tokens_before("our", request) <= len(before)
+
+
 async def test_bad_words_are_read_as_tokens_alone_and_after_a_space(pool: TokenizerPool) -> None:
     options = replace(OPTIONS, bad_words=("Hello", " there now", "(", "Hello"))
     [request] = await a_preparer(pool).prepare("x", options)
