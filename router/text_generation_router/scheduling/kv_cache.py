@@ -115,7 +115,7 @@ class KVCache:
         if self.states is not None:
             wanted = self._checkpoints(sequence, prefix.branch)
             ends = turn_blocks(sequence.request.turn_ends, sequence.length, self.block_size)
-            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded, may_return=count in ends)
+            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded, returns=count in ends)
         sequence.committed_blocks = prefix.blocks
         sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
 

@@ -76,13 +76,13 @@ class StatePool(WindowPool):
         return self.available > sum(1 for block in prefix if not block.holders)
 
     def start(
-        self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint], loaded: int = 0, *, may_return: bool = False
+        self, prefix: Sequence[GroupBlock], wanted: list[StateCheckpoint], loaded: int = 0, *, returns: bool = False
     ) -> HeldStates:
         """Return what a sequence holds that continues from `prefix`, its checkpoint or none.
 
-        `loaded`: the position of one that is loaded, to a block of its own; 0: none is. `may_return`: its next turn may continue
-        there too, in place of where it ends itself. So it is where a template drops the reasoning before a call with the next question:
-        the prompt with the result of the call and the one with the next question both continue from the question before.
+        `loaded`: the position of one that is loaded, to a block of its own; 0: none is. `returns`: its next turn can continue
+        there too. For example, a template drops the reasoning before a call with the next question: the prompt with the result of the
+        call and the one with the next question both continue from the checkpoint of the first question.
         """
         if loaded:
             prefix = (self._take(),)
@@ -90,8 +90,8 @@ class StatePool(WindowPool):
         else:
             self.keep(prefix)
         for block in prefix:
-            # After its first use, a further checkpoint replaces it. In the example, the first use is that of the next question.
-            block.uses += not (may_return and wanted)
+            # Its first use lets a further checkpoint replace it. In the example, that is the use by the next question.
+            block.uses += not (returns and wanted)
         return HeldStates(self._take(), prefix, wanted)
 
     def chunk_scheduled(self, held: HeldStates, end: int) -> tuple[int, ...]:

@@ -167,7 +167,10 @@ async def test_a_further_question_drops_the_reasoning_before_a_call() -> None:
         first, second = (replace(question, messages=[*question.messages, *called * count]) for count in (1, 2))
         prompt = await renderer.render(first)
         # The next prompt has <tool_call> in the place of <think>.
-        assert await renderer.unrepeated_endings(first, prompt, DEFAULT_TENANT) == {"", prompt.removeprefix(f"{before}<t")}
+        assert await renderer.unrepeated_endings(first, prompt, DEFAULT_TENANT) == {
+            "",
+            prompt.removeprefix(f"{before}<t"),
+        }
         # Later calls are not rendered again: the checkpoint is there.
         assert await renderer.unrepeated_endings(second, await renderer.render(second), DEFAULT_TENANT) == {""}
 
