@@ -61,13 +61,18 @@ def write_record(folder: str, request_id: int, record: bytes) -> None:
 def read_record(path: Path) -> tuple[pb.NewSequence, Sequence[float]]:
     """Return the order of a record, and the log-probabilities with which its text was served. Raises CannotServe."""
     try:
-        record = orjson.loads(path.read_bytes())
-        order = ParseDict(record["order"], pb.NewSequence())
-        logprobs = [nan if each is None else float(each) for each in record["served_logprobs"]]
+        if not path.is_file():  # reading a pipe would not end
+            raise ValueError("it is not a file")
+        match orjson.loads(path.read_bytes()):
+            case {"order": dict(placed), "served_logprobs": list(served)}:
+                order = ParseDict(placed, pb.NewSequence())
+                logprobs = [nan if each is None else float(each) for each in served]
+            case _:
+                raise ValueError("it has no order, or no list served_logprobs")
         if not order.logprobs.generated or not 0 < order.generated_tokens == len(logprobs):
             raise ValueError("its order scores no generated tokens, or others than those of served_logprobs")
         return order, logprobs
-    except (OSError, ValueError, LookupError, TypeError, ParseError) as error:
+    except (OSError, ValueError, TypeError, ParseError) as error:
         raise CannotServe(f"{path} is no record of an audit: {one_line(error)}") from error
 
 

@@ -1,5 +1,6 @@
 """Records of findings: the numbers of tokens and log-probabilities must agree."""
 
+import os
 from array import array
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ def test_a_record_whose_replay_would_score_other_tokens_is_refused(tmp_path: Pat
         path.write_bytes(orjson.dumps(wrong))
         with pytest.raises(CannotServe, match="its order scores no generated tokens"):
             read_record(path)
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    record = written(path)
+    wrongs: list[object] = [[], record | {"order": None}, record | {"served_logprobs": {"0": 0, "1": 0}}]
+    for wrong in wrongs:
+        path.write_bytes(orjson.dumps(wrong))
+        with pytest.raises(CannotServe, match="it has no order, or no list served_logprobs"):
+            read_record(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CannotServe, match="it is not a file"):
+        read_record(tmp_path / "pipe")
 
 
 def test_a_record_has_no_token_that_its_replay_did_not_score(tmp_path: Path) -> None:
