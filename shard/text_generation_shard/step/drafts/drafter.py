@@ -22,9 +22,8 @@ PAUSE = 4
 PREDICTED_MATCH = 9
 """The length of a match as likely right as predicted tokens, until some were verified."""
 PROMPT_GAIN = 1.2
-"""Least factor of tokens per second with which predicted tokens pay for the prompts. A bound for all, since nobody knows how many tokens follow
-a prompt: with 64 sequences of an 8B model on an H200, 128 tokens after 512 gained what the 512 cost at 1.24.
-"""
+"""Least factor of tokens per second with which predicted tokens pay for the prompts, whose answers have unknown lengths: with 64
+sequences of an 8B model on an H200, 128 tokens after 512 gained what the 512 cost at 1.24."""
 FORGET_STEPS = 512
 """Steps without predicted tokens after which they are tried again."""
 
