@@ -52,7 +52,7 @@ def test_predicted_tokens_are_probable(
     prompts = [
         torch.randint(GPU_SHAPE["vocab_size"], (length,), generator=generator).tolist() for length in (3, 40, 130)
     ]  # type: ignore[arg-type]
-    streams = [driver.admit(prompt, 40, chunk=100) for prompt in prompts]
+    streams = [driver.admit(prompt, 12, chunk=100) for prompt in prompts]
     driver.run()
     engine.close()
     assert [stream.failure for stream in streams] == [None] * 3
@@ -67,5 +67,5 @@ def test_predicted_tokens_are_probable(
     print(
         f"{sum(gap > 0 for gap in gaps)} of {len(gaps)} predicted tokens differ, mean gap {sum(gaps) / len(gaps):.4f}"
     )
-    assert len(gaps) > 30
+    assert len(gaps) > 20
     assert sum(gaps) / len(gaps) < MAX_GAP
