@@ -220,7 +220,7 @@ def play(engine: TorchEngine, blocks: int, states: int, steps: int) -> World:
 def test_random_sessions_get_the_same_with_reused_prefixes_and_drafts(
     engine: TorchEngine, blocks: int, states: int
 ) -> None:
-    plain = play(engine, blocks, states, 150)
+    plain = play(engine, blocks, states, 100)
     texts = [(*turn.prompt, *turn.tokens) for turn in plain.turns]
     draft_by(engine, ScriptedDrafts(texts, 300))
     drafted = play(engine, blocks, states, 40)

@@ -26,7 +26,7 @@ MAX_GAP = 0.15
 
 
 @pytest.mark.parametrize(
-    "family", [*map(full, ("qwen2", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")), "EAGLE-3"]
+    "family", [*map(full, ("qwen2", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text", "EAGLE-3"))]
 )
 def test_predicted_tokens_are_probable(
     family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
