@@ -59,9 +59,8 @@ class Roles:
         slots = {slot for slot, _ in output.prefilled}
         for sequence in [each for each in source.sequences if each.slot in slots and each not in source.prompts]:
             request, computed = sequence.request, sequence.prefill_length - sequence.cached_tokens
-            if (
-                source.cache.host_of(sequence) is None or request.logprobs.prompt
-            ):  # it is computed again wherever it goes on
+            # Without the host cache, and with scores of its prompt, it is computed again wherever it goes on.
+            if source.cache.host_of(sequence) is None or request.logprobs.prompt:
                 continue
             left = request.max_new_tokens - len(sequence.generated)
             if computed >= LEAST_PROMPT and left >= LEAST_ANSWER and self._has_room(sequence, source):
