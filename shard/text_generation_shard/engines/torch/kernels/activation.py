@@ -75,22 +75,35 @@ def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
     at = gate_up + row * gate_up_stride + columns * step
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + up_distance, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        bias_at = bias + expert_of(row, ends, EXPERTS, BINS) * 2 * INNER + columns * step
-        gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias_at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    gate, up = gate_and_up(at, bias, ends, row, columns * step, inside, up_distance, INNER, EXPERTS, BINS)
     values = gated(gate, up, alpha, limit, KIND)
     tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def expert_of(row: tl.tensor, ends: tl.tensor, EXPERTS: tl.constexpr, BINS: tl.constexpr) -> tl.tensor:
-    """Return the expert of a row of the groups, from the end of each expert's rows; BINS is a power of two, at least EXPERTS."""
-    experts = tl.arange(0, BINS)
-    all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
-    return tl.sum((all_ends <= row).to(tl.int32), axis=0)
+def gate_and_up(  # noqa: PLR0913 – a kernel's arguments are flat
+    at: tl.tensor,
+    bias: tl.tensor | None,
+    ends: tl.tensor | None,
+    row: tl.tensor,
+    places: tl.tensor,
+    inside: tl.tensor,
+    up_distance: int,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load gates from `at`, their `places` in a row, and ups, with the bias of the row's expert; BINS is a power of two from EXPERTS on."""
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        experts = tl.arange(0, BINS)
+        all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
+        expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
+        bias_at = bias + expert * 2 * INNER + places
+        gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
 
 
 @triton.jit

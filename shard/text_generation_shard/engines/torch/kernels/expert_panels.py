@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.activation import expert_of, gated
+from text_generation_shard.engines.torch.kernels.activation import gate_and_up, gated
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_rows import weighted_sum
 from text_generation_shard.engines.torch.kernels.operands import ExpertWeights, GatedActivation
@@ -169,16 +169,12 @@ def _split_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     columns = tl.arange(0, BLOCK)
     inside = columns < INPUTS
     at = x + row * x_stride + columns * STEP
-    own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if KIND != "":
-        up = tl.load(at + UP, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            bias_at = bias + expert_of(row, ends, EXPERTS, BINS) * (2 * INPUTS) + columns * STEP
-            own += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-            up += tl.load(bias_at + UP, mask=inside, other=0.0).to(tl.float32)
+        gate, up = gate_and_up(at, bias, ends, row, columns * STEP, inside, UP, INPUTS, EXPERTS, BINS)
         # As rounded as the inner values of other kernels, and so as exact below.
-        own = gated(own, up, alpha, limit, KIND).to(tl.bfloat16).to(tl.float32)
-        own = tl.where(inside, own, 0.0)
+        own = tl.where(inside, gated(gate, up, alpha, limit, KIND).to(tl.bfloat16).to(tl.float32), 0.0)
+    else:
+        own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     exponent = (tl.max(tl.abs(own), axis=0).to(tl.int32, bitcast=True) >> 23) - 7
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     tl.store(scales + row, (exponent << 23).to(tl.float32, bitcast=True))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.kernels.packed_weight import ExpertPanels, MatvecWeight, PackedWeight
 
+T = TypeVar("T")
 UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys before they are divided by it."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -150,6 +151,11 @@ class ExpertWeights:
             return self.packed_product.matvec_weight
         return self.weight.flatten(0, 1) if self.weight.is_contiguous() else None
 
+    @property
+    def panels(self) -> ExpertPanels | None:
+        """The weights for products with tens of rows; None if there are none."""
+        return None if self.packed_product is None else self.packed_product.panels
+
 
 FEW_PAIRS = 0.25
 """Pairs of a token and an expert, for each expert of a layer, up to which they are computed one by one: measured with bfloat16."""
@@ -159,8 +165,7 @@ def few_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tupl
     """Return the weights of both products if they are faster than products grouped by expert: docs/quantization.md."""
     if pairs > FEW_PAIRS * len(gate_up.weight):
         return None
-    pair = gate_up.matvec_weight, down.matvec_weight
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+    return _both(gate_up.matvec_weight, down.matvec_weight)
 
 
 PANEL_ROWS = 24
@@ -169,11 +174,11 @@ PANEL_ROWS = 24
 
 def panel_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tuple[ExpertPanels, ExpertPanels] | None:
     """Return the panels of both products if they are the fastest: docs/quantization.md."""
-    products = gate_up.packed_product, down.packed_product
-    if products[0] is None or products[1] is None or pairs > PANEL_ROWS * len(gate_up.weight):
-        return None
-    pair = products[0].panels, products[1].panels
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+    return None if pairs > PANEL_ROWS * len(gate_up.weight) else _both(gate_up.panels, down.panels)
+
+
+def _both(first: T | None, second: T | None) -> tuple[T, T] | None:
+    return None if first is None or second is None else (first, second)
 
 
 @dataclass(frozen=True, slots=True)
