@@ -3,16 +3,17 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from inspect import getdoc
 from typing import Any
 
+import orjson
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import core_schema
 
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import SAMPLING_PARAMETERS
-from text_generation_router.api.document.examples import EXAMPLES
 from text_generation_router.api.http import caller
 from text_generation_router.api.http.dialects import ANTHROPIC_VERSION, ERROR_ANSWERS, Dialect, error_answer, status_of
 from text_generation_router.api.http.keys import LONGEST_TENANT, TENANT
@@ -24,6 +25,8 @@ from text_generation_router.web.bodies import JSON
 
 Json = dict[str, Any]
 
+_EXAMPLES: Json = orjson.loads((files("text_generation_router") / "api" / "document" / "examples.json").read_bytes())
+"""Examples of request bodies by operation id: small, with a bounded answer. Most are README's."""
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
 _SCHEMAS = "#/components/schemas/{model}"
@@ -193,7 +196,7 @@ def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
         operation["parameters"] = parameters
     if route.body is not None:
         media: Json = {"schema": schemas[repr(route.body), "validation"]}
-        if (example := EXAMPLES.get(operation["operationId"])) is not None:
+        if (example := _EXAMPLES.get(operation["operationId"])) is not None:
             media["example"] = example
         operation["requestBody"] = {"required": True, "content": {JSON: media}}
     if not needs_key:

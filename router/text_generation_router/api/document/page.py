@@ -5,6 +5,7 @@ Every file comes from this server, and the page's content security policy allows
 
 import asyncio
 from functools import partial
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,7 @@ from text_generation_router.api.http.routes import Route
 from text_generation_router.web.bodies import JSON
 from text_generation_router.web.static_files import static_file
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>Text Generation Inference</title>
-<link rel="icon" href="{folder}favicon-32x32.png">
-<link rel="stylesheet" href="{folder}swagger-ui.css">
-</head>
-<body>
-<div id="swagger-ui"></div>
-<script src="{folder}swagger-ui-bundle.js"></script>
-<script src="{folder}start.js"></script>
-</body>
-</html>
-"""
-_START = b"""SwaggerUIBundle({
-  url: new URL("../api-doc/openapi.json", document.currentScript.src).href,
-  dom_id: "#swagger-ui",
-  deepLinking: true,
-  validatorUrl: null,
-});
-"""
+_FOLDER = files("text_generation_router") / "api" / "document"
 _FILES = ("swagger-ui.css", "swagger-ui-bundle.js", "favicon-32x32.png")
 """Files of Swagger UI that the page needs. They are in the package swagger-ui-py, which is never imported."""
 
@@ -51,11 +31,13 @@ class DocsRoutes:
         self._settings = settings
         self._document: bytes | None = None
         self._making = asyncio.Lock()
-        self._pages = [static_file("index.html", _PAGE.format(folder=folder).encode()) for folder in ("docs/", "")]
+        page = (_FOLDER / "index.html").read_text(encoding="utf-8")
+        self._pages = [static_file("index.html", page.format(folder=folder).encode()) for folder in ("docs/", "")]
         """For /docs and for /docs/."""
 
     def routes(self) -> list[Route]:
         folder = _swagger_ui()
+        paths = [_FOLDER / "start.js", *(folder / name for name in _FILES)]
         documentation = partial(Route, "GET", tag="Documentation")
         return [
             *(
@@ -65,8 +47,8 @@ class DocsRoutes:
             documentation("/docs", self.page, name="docs", answer=str, content_type="text/html"),
             Route("GET", "/docs/", self.page, documented=False),
             *(
-                Route("GET", f"/docs/{name}", static_file(name, content), documented=False)
-                for name, content in (("start.js", _START), *((name, (folder / name).read_bytes()) for name in _FILES))
+                Route("GET", f"/docs/{path.name}", static_file(path.name, path.read_bytes()), documented=False)
+                for path in paths
             ),
         ]
 
