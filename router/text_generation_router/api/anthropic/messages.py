@@ -20,11 +20,9 @@ from text_generation_router.api.anthropic.schemas import CountTokensBody, Messag
 from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Finish
 from text_generation_router.api.core.ids import Named, named
 from text_generation_router.api.core.one_answer import AnswerRoutes, CachedTokens, Kind, ReplyWriter
-from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.http.dialects import anthropic_error_event
 from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.api.http.keys import tenant_of
-from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import ServingError
 from text_generation_router.web.bodies import ResponseBody, beside, json_response, parse_body
 
@@ -219,10 +217,7 @@ class MessagesRoutes(AnswerRoutes):
             head = named("msg_", body.model, self._serving.settings)
             return MessageWriter(head, chat.prompt_tokens, cached_tokens)
 
-        def read() -> tuple[Conversation, GenerationOptions]:
-            return to_conversation(body), to_options(body)
-
-        return await self._answer(request, body, read, writer)
+        return await self._answer(request, body, to_conversation, to_options, writer)
 
     async def count_message_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation.

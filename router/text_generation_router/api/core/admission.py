@@ -4,10 +4,10 @@ import random
 import time
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from text_generation_proto.values import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Grammar, GrammarKind, Sampling
+from text_generation_proto.values import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Grammar, GrammarKind
 from text_generation_router.api.core.parameters import (
     GenerationOptions,
     check_options,
@@ -32,32 +32,26 @@ COUNTED_EXACTLY = 1 << 16
 """Texts of up to this number of characters are tokenized whole before they are refused for their length."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequestPreparer:
     """Makes requests: validates options, tokenizes prompts, gives out ids and seeds."""
 
-    def __init__(
-        self,
-        tokenizer: TokenizerPool,
-        limits: Limits,
-        metrics: HttpMetrics,
-        ids: Iterator[RequestId],
-        grammars: GrammarCompiler | None = None,
-        grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind),
-        images: ImageReader | None = None,
-    ) -> None:
-        """`ids`: the numbers of requests. Without `grammars` no grammar is supported; with it, those of `grammar_kinds`. Without
-        `images` the model takes none."""
-        self._grammars = grammars
-        self._grammar_kinds = () if grammars is None else grammar_kinds
-        self._images = images
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._metrics = metrics
-        self._ids = ids
-        self._random = random.Random()  # seeds are not secret: the system's random numbers cost a system call
+    tokenizer: TokenizerPool
+    limits: Limits
+    metrics: HttpMetrics
+    ids: Iterator[RequestId]
+    """The numbers of requests."""
+    grammars: GrammarCompiler | None = None
+    """None: no grammar is supported."""
+    grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind)
+    """With `grammars`: the kinds that are supported."""
+    images: ImageReader | None = None
+    """None: the model takes none."""
+    _random: random.Random = field(default_factory=random.Random)
+    """Seeds are not secret: the system's random numbers cost a system call."""
 
     def serves_grammar(self, kind: GrammarKind) -> bool:
-        return kind in self._grammar_kinds
+        return self.grammars is not None and kind in self.grammar_kinds
 
     async def prepare(
         self,
@@ -73,21 +67,23 @@ class RequestPreparer:
         The seeds follow from the first one, so that a client that sets it gets the same answers again.
         Raises InvalidRequest, Overloaded, CannotKeepUp, Unhealthy.
         """
-        check_options(inputs, options, self._limits)
+        check_options(inputs, options, self.limits)
         began = time.monotonic()
         prompt, media = await self._prompt(inputs, options, qos, images, count)
         tokenized = began, time.monotonic()
-        max_new_tokens = new_tokens(len(prompt), options, self._limits)
+        max_new_tokens = new_tokens(len(prompt), options, self.limits)
         for _ in range(count):
-            self._metrics.requests.input_length.observe(len(prompt))
+            self.metrics.requests.input_length.observe(len(prompt))
         grammar = None if options.grammar is None else await self.proven(options.grammar, qos.tenant)
         options = await self.with_bad_words(options, qos.tenant)
         prediction: Sequence[TokenId] = ()
-        if options.prediction and self._limits.drafts:
+        if options.prediction and self.limits.drafts:
             prediction = await self._prediction(options.prediction, qos)
-        sampling = self._with_seed(options)
+        sampling = options.sampling
+        if sampling.seed is None and "seed" not in self.limits.unsupported:
+            sampling = replace(sampling, seed=self._random.getrandbits(63))  # a span has signed numbers
         request = Request(
-            id=next(self._ids),
+            id=next(self.ids),
             prompt=prompt if isinstance(prompt, array) else array("I", prompt),
             media=media,
             max_new_tokens=max_new_tokens,
@@ -105,48 +101,42 @@ class RequestPreparer:
             tokenized=tokenized,
             prediction=prediction,
         )
-        check_supported(request, options.api, self._limits.unsupported)
-        scored = (options.logprobs.tokens or self._limits.always_logprobs) and "tokens" not in self._limits.unsupported
+        check_supported(request, options.api, self.limits.unsupported)
+        scored = (options.logprobs.tokens or self.limits.always_logprobs) and "tokens" not in self.limits.unsupported
         if scored != options.logprobs.tokens:
             request = replace(request, logprobs=replace(options.logprobs, tokens=scored))
         for _ in range(count):
-            self._metrics.requests.max_new_tokens.observe(max_new_tokens)
+            self.metrics.requests.max_new_tokens.observe(max_new_tokens)
         return [
             request,
-            *(replace(request, id=next(self._ids), sampling=sampling.for_answer(index)) for index in range(1, count)),
+            *(replace(request, id=next(self.ids), sampling=sampling.for_answer(index)) for index in range(1, count)),
         ]
-
-    def _with_seed(self, options: GenerationOptions) -> Sampling:
-        sampling = options.sampling
-        if sampling.seed is not None or "seed" in self._limits.unsupported:
-            return sampling
-        return replace(sampling, seed=self._random.getrandbits(63))  # a span has signed numbers
 
     async def proven(self, asked: Grammar | Mapping[str, Any], tenant: TenantId) -> Grammar:
         """Return a grammar as the engine gets it, once it is known that the engine can follow it. Raises InvalidRequest.
 
         These are rules 17 to 19.
         """
-        if self._grammars is None:  # before it is read
+        if self.grammars is None:  # before it is read
             raise NotSupported("grammar is not supported")
         grammar = asked if isinstance(asked, Grammar) else tgi_grammar(asked)
         is_translated = grammar.kind in TRANSLATED and self.serves_grammar(GrammarKind.LARK)
         if not is_translated and not self.serves_grammar(grammar.kind):
             raise NotSupported(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
-        proven = await self._grammars.prove(grammar, tenant)
+        proven = await self.grammars.prove(grammar, tenant)
         return proven if is_translated else grammar
 
     def split_images(self, text: str) -> tuple[str, Sequence[str]]:
         """Return a text in which images in TGI's form are those of the model, and their sources."""
-        return (text, ()) if self._images is None else self._images.tokens.split(text)
+        return (text, ()) if self.images is None else self.images.tokens.split(text)
 
     def with_images(self, conversation: Conversation) -> Conversation:
         """Return a chat in which those images in TGI's form that can be read are parts of the users' messages.
 
         Raises InvalidRequest if there are images and the model takes none.
         """
-        if self._images is not None:
-            return replace(conversation, messages=[*map(self._images.divided, conversation.messages)])
+        if self.images is not None:
+            return replace(conversation, messages=[*map(self.images.divided, conversation.messages)])
         if conversation.images:
             said = "image modality is not supported: this model takes no images"
             raise InvalidRequest(said, param="messages", code="unsupported_value")
@@ -154,19 +144,19 @@ class RequestPreparer:
 
     async def count_tokens(self, text: str, images: Sequence[str], tenant: TenantId) -> int:
         """Return the number of tokens of the prompt of a chat. Raises as `prepare` does."""
-        if self._images is None:
-            return len(await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
-        pictures, text = await self._images.read(images, tenant), self._images.tokens.spelled(text)
-        ids = await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant)
-        return len(self._images.tokens.place(ids, pictures)[0])
+        if self.images is None:
+            return len(await self.tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
+        pictures, text = await self.images.read(images, tenant), self.images.tokens.spelled(text)
+        ids = await self.tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant)
+        return len(self.images.tokens.place(ids, pictures)[0])
 
     async def tokens_before(self, ending: str, request: Request) -> int:
         """Return the number of tokens of a prompt before `ending`, the end of its text, in which images have no tokens yet."""
-        before, *after = [ending] if self._images is None else self._images.tokens.texts_around(ending)
+        before, *after = [ending] if self.images is None else self.images.tokens.texts_around(ending)
         # The tokens from its first image on are known.
         stop = request.media[-len(after)].offset if after else len(request.prompt)
         qos = request.qos
-        ids = await self._tokenizer.encode_ids(before, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt)
+        ids = await self.tokenizer.encode_ids(before, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt)
         start = max(0, stop - len(ids))
         # Where they differ, a token lies across the start of the ending.
         return start if list(request.prompt[start:stop]) == list(ids) else max(0, start - 1)
@@ -179,13 +169,13 @@ class RequestPreparer:
         images: Sequence[str],
         count: int,
     ) -> tuple[Sequence[TokenId], tuple[PlacedImage, ...]]:
-        reader, media = self._images, tuple[PlacedImage, ...]()
+        reader, media = self.images, tuple[PlacedImage, ...]()
         pictures = [] if reader is None else await reader.read(images, qos.tenant, count)
         if isinstance(inputs, str):
             text = inputs if reader is None else reader.tokens.spelled(inputs)
             ids: Sequence[TokenId] = await self._encode(text, options, qos)
         else:
-            check_token_ids("prompt", inputs, self._limits)
+            check_token_ids("prompt", inputs, self.limits)
             ids = inputs
         if reader is not None:
             ids, media = reader.tokens.place(ids, pictures)
@@ -209,7 +199,7 @@ class RequestPreparer:
             if not word.strip():
                 raise InvalidRequest("`bad_words` must not be blank")
             alone, spaced = [
-                tuple(await self._tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
+                tuple(await self.tokenizer.encode_ids(text, add_special_tokens=False, tenant=tenant))
                 for text in (word.lstrip(), f" {word.lstrip()}")
             ]
             read.append(alone)
@@ -226,11 +216,11 @@ class RequestPreparer:
         """Return the tokens of a prediction, which has as many as a prompt at most. Raises InvalidRequest."""
 
         def check(count: int) -> None:
-            if count > (most := self._limits.max_input_tokens):
+            if count > (most := self.limits.max_input_tokens):
                 raise InvalidRequest(f"`prediction` must have at most {most} tokens. Given: at least {count}")
 
         with about("prediction"):
-            ids = await self._tokenizer.encode_ids(
+            ids = await self.tokenizer.encode_ids(
                 text, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt, check=check
             )
             check(len(ids))
@@ -245,9 +235,9 @@ class RequestPreparer:
 
         def check(count: int) -> None:
             if options.truncate is None and len(text) > COUNTED_EXACTLY:
-                check_total(count, options, self._limits, given=f"at least {count}")
+                check_total(count, options, self.limits, given=f"at least {count}")
 
         special = options.add_special_tokens
-        return await self._tokenizer.encode_ids(
+        return await self.tokenizer.encode_ids(
             text, add_special_tokens=special, tenant=qos.tenant, salt=qos.salt, check=check
         )

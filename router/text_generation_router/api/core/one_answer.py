@@ -26,6 +26,7 @@ from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.web.bodies import beside
 from text_generation_router.web.sse import EventStream
 
+BodyT = TypeVar("BodyT", bound=OpenFields)
 BlockT = TypeVar("BlockT")
 """A block as the whole reply has it."""
 
@@ -155,16 +156,17 @@ class AnswerRoutes:
     async def _answer(
         self,
         request: web.Request,
-        body: OpenFields,
-        read: Callable[[], tuple[Conversation, GenerationOptions]],
+        body: BodyT,
+        to_conversation: Callable[[BodyT], Conversation],
+        to_options: Callable[[BodyT], GenerationOptions],
         writer_of: Callable[[ChatRequest, CachedTokens], ReplyWriter[Any]],
     ) -> web.StreamResponse:
-        """Answer the conversation that `read` returns. Raises ServingError."""
+        """Answer the conversation of a body. Raises ServingError."""
         serving = self._serving
         adapter = serving.adapter_of(body.model)
         records = serving.start(request)
         async with serving.take_permits(records, 1, body):
-            conversation, options = await beside(request, read)
+            conversation, options = await beside(request, lambda: (to_conversation(body), to_options(body)))
             qos = serving.qos(records[0], body)
             chat = await self._chats.prepare(conversation, replace(options, adapter=adapter), qos)
             writer = writer_of(chat, lambda: records[0].cached_tokens)

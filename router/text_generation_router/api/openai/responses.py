@@ -7,12 +7,10 @@ from aiohttp import web
 from text_generation_router.api.core.chat import ChatRequest
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.one_answer import AnswerRoutes, CachedTokens
-from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.openai.answers import ContentLogprob, content_logprobs
 from text_generation_router.api.openai.responses_events import ResponseWriter
 from text_generation_router.api.openai.responses_input import asks_for_logprobs, to_conversation, to_options
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
-from text_generation_router.chat.conversation import Conversation
 from text_generation_router.generation import TokenOutput
 from text_generation_router.web.bodies import parse_body
 
@@ -36,7 +34,4 @@ class ResponsesRoutes(AnswerRoutes):
                 body, head, chat.prompt_tokens, cached_tokens, logprobs if asks_for_logprobs(body) else None
             )
 
-        def read() -> tuple[Conversation, GenerationOptions]:
-            return to_conversation(body), to_options(body)
-
-        return await self._answer(request, body, read, writer)
+        return await self._answer(request, body, to_conversation, to_options, writer)
