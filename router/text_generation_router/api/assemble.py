@@ -42,7 +42,7 @@ async def assemble(
     config = settings.config
     async with AsyncExitStack() as running:
         stage = PendingWork(MAX_WAITING_CHARACTERS // config.http_workers)
-        metrics.add_preparation(stage)
+        metrics.stage = stage
         grammars = sandbox = None
         if grammar_kinds and not config.disable_grammar_support:
             sandbox = grammar_sandbox(Path(config.model_path) / "tokenizer.json", stage=stage)

@@ -15,7 +15,7 @@ counted per token: the cost is per step or per request.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from text_generation_common.logs import dropped_lines
@@ -29,7 +29,7 @@ from text_generation_router.metrics.further import add_further_names
 from text_generation_router.metrics.instruments import Reading, Readings, Registry
 from text_generation_router.metrics.requests import Latencies, RequestMetrics
 from text_generation_router.metrics.scheduler import SchedulerMetrics
-from text_generation_router.metrics.snapshots import WorkerSums, snapshot
+from text_generation_router.metrics.snapshots import snapshot
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
@@ -48,14 +48,15 @@ class HttpMetrics:
 
     def __init__(self, *, max_input_tokens: int, max_total_tokens: int) -> None:
         self.registry = Registry()
-        self._stage: PendingWork | None = None
+        self.stage = PendingWork()
+        """The work before the queue; set when its workers start."""
         self.requests = RequestMetrics(self.registry, max_input_tokens, max_total_tokens)
         self.connections = ConnectionMetrics(self.registry)
         self.registry.add(
             Reading,
             "text_generation_preparation_characters",
             "Characters of requests that wait to be tokenized, rendered or compiled",
-            lambda: 0 if self._stage is None else self._stage.waiting,
+            lambda: self.stage.waiting,
         )
         self.registry.add(
             Reading,
@@ -67,10 +68,6 @@ class HttpMetrics:
         self.errors = RecentErrors()
         self._process = time.time_ns()
         """The number of this process, for WorkerSums."""
-
-    def add_preparation(self, stage: PendingWork) -> None:
-        """Read the metric of the work before the queue from `stage`."""
-        self._stage = stage
 
     def snapshot(self) -> bytes:
         """Return the counts of this process, for WorkerSums."""
@@ -86,19 +83,14 @@ class Metrics(HttpMetrics):
         self.steps = StepMetrics(self.registry)
         self.registry.add(SchedulerMetrics, scheduler)
 
-    def worker_sums(self) -> WorkerSums:
-        """Return what adds the counts of HTTP workers to these metrics."""
-        return WorkerSums(self.registry, self.requests, self.errors)
-
     def add_shards(self, cluster: Cluster[Any], known: Callable[[], int]) -> None:
         """Add the metrics of the states of shards; `known` returns how many there are, those of other routers included."""
-
-        def count() -> Mapping[str, float]:
-            return Counter(member.state.value for member in cluster.members)
-
-        states = [state.value for state in ShardState]
         self.registry.add(
-            Readings, "text_generation_shards", "Shards that are members, by state", "state", states, count
+            Readings,
+            "text_generation_shards",
+            "Shards that are members, by state",
+            *("state", [state.value for state in ShardState]),
+            lambda: Counter(member.state.value for member in cluster.members),
         )
         self.registry.add(
             Reading,

@@ -24,29 +24,24 @@ VLLM, TRTLLM = "vllm:", "trtllm_"
 PREFIXES = {"vllm": VLLM, "trtllm": TRTLLM}
 """The values of --metric-names that are not TGI's, and the prefixes of their names."""
 
-_TTFT = "text_generation_time_to_first_token_seconds"
-_PREFILL, _DECODE = "text_generation_request_prefill_seconds", "text_generation_request_decode_seconds"
+_BOTH = {
+    "e2e_request_latency_seconds": "tgi_request_duration",
+    "time_to_first_token_seconds": "text_generation_time_to_first_token_seconds",
+    "request_queue_time_seconds": "tgi_request_queue_duration",
+    "request_inference_time_seconds": "tgi_request_inference_duration",
+    "request_prefill_time_seconds": "text_generation_request_prefill_seconds",
+    "request_decode_time_seconds": "text_generation_request_decode_seconds",
+}
 _HISTOGRAMS = {
-    "vllm:e2e_request_latency_seconds": "tgi_request_duration",
-    "vllm:time_to_first_token_seconds": _TTFT,
+    **{f"{prefix}{name}": source for prefix in (VLLM, TRTLLM) for name, source in _BOTH.items()},
     "vllm:inter_token_latency_seconds": "text_generation_inter_token_seconds",
     "vllm:time_per_output_token_seconds": "text_generation_inter_token_seconds",  # its older name
     "vllm:request_time_per_output_token_seconds": "tgi_request_mean_time_per_token_duration",
-    "vllm:request_queue_time_seconds": "tgi_request_queue_duration",
-    "vllm:request_inference_time_seconds": "tgi_request_inference_duration",
-    "vllm:request_prefill_time_seconds": _PREFILL,
-    "vllm:request_decode_time_seconds": _DECODE,
     "vllm:request_prompt_tokens": "tgi_request_input_length",
     "vllm:request_generation_tokens": "tgi_request_generated_tokens",
     "vllm:request_max_num_generation_tokens": "tgi_request_max_new_tokens",
     "vllm:request_params_max_tokens": "tgi_request_max_new_tokens",
-    "trtllm_e2e_request_latency_seconds": "tgi_request_duration",
-    "trtllm_time_to_first_token_seconds": _TTFT,
     "trtllm_time_per_output_token_seconds": "tgi_request_mean_time_per_token_duration",
-    "trtllm_request_queue_time_seconds": "tgi_request_queue_duration",
-    "trtllm_request_inference_time_seconds": "tgi_request_inference_duration",
-    "trtllm_request_prefill_time_seconds": _PREFILL,
-    "trtllm_request_decode_time_seconds": _DECODE,
 }
 _DRAFTED = "text_generation_spec_decode_draft_tokens_total"
 _ACCEPTED = "text_generation_spec_decode_accepted_tokens_total"

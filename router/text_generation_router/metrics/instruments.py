@@ -11,7 +11,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 """Upper bounds in seconds, 0.15 ms to 146 s: TGI's for every name that ends in `duration` (router/src/server.rs)."""
@@ -167,12 +167,8 @@ class RenamedHistogram:
         return self._head + self._series.text(self._names, exemplars=exemplars)
 
 
-class _SeriesNames(NamedTuple):
-    """The lines of a series of a histogram, without their values."""
-
-    buckets: list[str]
-    count_line: str
-    sum_line: str
+_SeriesNames = tuple[list[str], str, str]
+"""The lines of a series of a histogram, without their values: of buckets, count and sum."""
 
 
 class Buckets:
@@ -194,11 +190,8 @@ class Buckets:
         """The lines under a name, with labels, without their values."""
         before = "".join(f"{label}," for label in _pairs(labels))
         braces = labels_text(labels)
-        return _SeriesNames(
-            [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in (*map(repr, self.bounds), "+Inf")],
-            f"{name}_count{braces} ",
-            f"{name}_sum{braces} ",
-        )
+        buckets = [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in (*map(repr, self.bounds), "+Inf")]
+        return buckets, f"{name}_count{braces} ", f"{name}_sum{braces} "
 
     def observe(self, value: float, count: int = 1) -> None:
         """Add `count` observations of the same value. Upper bounds are inclusive."""

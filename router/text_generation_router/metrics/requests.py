@@ -70,15 +70,20 @@ class RequestMetrics:
         self._count = counter("tgi_request_count", "Generations requested")
         self._success = counter("tgi_request_success", "Generations that succeeded")
         self._failure = counter("tgi_request_failure", "Generations that failed, by error", "err", *labels)
-        self._total = duration("tgi_request_duration", "Seconds from arrival to end")
-        self._validation = duration("tgi_request_validation_duration", "Seconds from arrival to the queue")
-        self._queue = duration("tgi_request_queue_duration", "Seconds in the queue")
-        self._inference = duration("tgi_request_inference_duration", "Seconds from leaving the queue to the end")
-        self._per_token = duration("tgi_request_mean_time_per_token_duration", "Seconds of inference per new token")
-        self._prefill = seconds(
-            "text_generation_request_prefill_seconds", "Seconds from leaving the queue to the first new token"
-        )
-        self._decode = seconds("text_generation_request_decode_seconds", "Seconds from the first to the last new token")
+        self._latencies = {
+            "total_s": duration("tgi_request_duration", "Seconds from arrival to end"),
+            "validation_s": duration("tgi_request_validation_duration", "Seconds from arrival to the queue"),
+            "queue_s": duration("tgi_request_queue_duration", "Seconds in the queue"),
+            "inference_s": duration("tgi_request_inference_duration", "Seconds from leaving the queue to the end"),
+            "per_token_s": duration("tgi_request_mean_time_per_token_duration", "Seconds of inference per new token"),
+            "prefill_s": seconds(
+                "text_generation_request_prefill_seconds", "Seconds from leaving the queue to the first new token"
+            ),
+            "decode_s": seconds(
+                "text_generation_request_decode_seconds", "Seconds from the first to the last new token"
+            ),
+        }
+        """By field of Latencies."""
         self._generated = tokens("tgi_request_generated_tokens", "New tokens", max_total_tokens)
         self.input_length = tokens("tgi_request_input_length", "Prompt tokens", max_input_tokens)
         self.max_new_tokens = tokens("tgi_request_max_new_tokens", "New tokens requested", max_total_tokens)
@@ -110,13 +115,8 @@ class RequestMetrics:
         """Count a generation that succeeded; `trace_id` if it is traced."""
         self._success.add()
         self.finished.add(reason.value)
-        self._total.observe(latencies.total_s, trace_id=trace_id)
-        self._validation.observe(latencies.validation_s, trace_id=trace_id)
-        self._queue.observe(latencies.queue_s, trace_id=trace_id)
-        self._inference.observe(latencies.inference_s, trace_id=trace_id)
-        self._per_token.observe(latencies.per_token_s, trace_id=trace_id)
-        self._prefill.observe(latencies.prefill_s, trace_id=trace_id)
-        self._decode.observe(latencies.decode_s, trace_id=trace_id)
+        for field, histogram in self._latencies.items():
+            histogram.observe(getattr(latencies, field), trace_id=trace_id)
         self._generated.observe(latencies.generated_tokens)
 
     def failed(self, error: type[ServingError], count: int = 1) -> None:

@@ -7,8 +7,8 @@ Reports bring the states of GPUs, too, which are shown as they are.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import DRAFT_SOURCES, ENGINE
@@ -34,7 +34,6 @@ MAX_GPUS = 64
 """Most GPUs of a replica that are shown."""
 
 _UUID = re.compile(r"[\w./-]{1,96}")
-_Samples = Callable[[pb.GpuState], Iterator[tuple[str, float]]]
 
 PREFILL, DECODE = "prefill", "decode"
 METHODS = (PREFILL, DECODE)
@@ -60,39 +59,22 @@ _DRAFTING = {
 """Documentation by field of pb.Drafting."""
 
 
-def _plain(field: str) -> _Samples:
-    def samples(state: pb.GpuState) -> Iterator[tuple[str, float]]:
-        if state.HasField(field):  # type: ignore[arg-type]
-            yield "", getattr(state, field)
-
-    return samples
-
-
-def _throttled(state: pb.GpuState) -> Iterator[tuple[str, float]]:
-    for reason in THROTTLE_REASONS:
-        yield f',reason="{reason}"', reason in state.throttle_reasons
-
-
-def _ecc(state: pb.GpuState) -> Iterator[tuple[str, float]]:
-    for kind in ("corrected", "uncorrected"):
-        if state.HasField(f"{kind}_ecc_errors"):  # type: ignore[arg-type]
-            yield f',kind="{kind}"', getattr(state, f"{kind}_ecc_errors")
-
-
-_FAMILIES: list[tuple[str, str, str, _Samples]] = [
-    ("memory_used_bytes", "gauge", "Memory of the GPU in use, by any process", _plain("memory_used_bytes")),
-    ("memory_total_bytes", "gauge", "Memory of the GPU", _plain("memory_total_bytes")),
-    (
-        "utilization_ratio",
-        "gauge",
-        "Share of the last sample period in which a kernel ran, 0 to 1",
-        _plain("utilization"),
+_FAMILIES = {
+    "memory_used_bytes": ("Memory of the GPU in use, by any process", {"memory_used_bytes": ""}),
+    "memory_total_bytes": ("Memory of the GPU", {"memory_total_bytes": ""}),
+    "utilization_ratio": ("Share of the last sample period in which a kernel ran, 0 to 1", {"utilization": ""}),
+    "power_watts": ("Power that the GPU draws", {"power_watts": ""}),
+    "temperature_celsius": ("Temperature of the GPU", {"temperature_celsius": ""}),
+    "throttled": (
+        "1 while the clocks of the GPU are lowered for this reason, else 0",
+        {reason: f',reason="{reason}"' for reason in THROTTLE_REASONS},
     ),
-    ("power_watts", "gauge", "Power that the GPU draws", _plain("power_watts")),
-    ("temperature_celsius", "gauge", "Temperature of the GPU", _plain("temperature_celsius")),
-    ("throttled", "gauge", "1 while the clocks of the GPU are lowered for this reason, else 0", _throttled),
-    ("ecc_errors_total", "counter", "ECC errors of the GPU since its driver was loaded, by kind", _ecc),
-]
+    "ecc_errors_total": (
+        "ECC errors of the GPU since its driver was loaded, by kind",
+        {f"{kind}_ecc_errors": f',kind="{kind}"' for kind in ("corrected", "uncorrected")},
+    ),
+}
+"""Documentation, and the labels of fields of GpuState, or of causes in its `throttle_reasons`, by the end of the name."""
 
 
 class GpuMetrics:
@@ -116,17 +98,19 @@ class GpuMetrics:
         self._states.pop(replica, None)
 
     def text(self) -> str:
-        return "".join(
-            head_text(name := f"text_generation_gpu_{suffix}", documentation, kind)
-            + "".join(self._lines(name, samples))
-            for suffix, kind, documentation, samples in _FAMILIES
-        )
+        return "".join(self._lines())
 
-    def _lines(self, name: str, samples: _Samples) -> Iterator[str]:
-        for states in self._states.values():
-            for labels, state in states:
-                for label, value in samples(state):
-                    yield f"{name}{{{labels}{label}}} {float(value)!r}\n"
+    def _lines(self) -> Iterator[str]:
+        gpus = list(chain.from_iterable(self._states.values()))
+        for suffix, (documentation, fields) in _FAMILIES.items():
+            name = f"text_generation_gpu_{suffix}"
+            yield head_text(name, documentation, "counter" if suffix.endswith("_total") else "gauge")
+            for labels, state in gpus:
+                for field, label in fields.items():
+                    if field in THROTTLE_REASONS:
+                        yield f"{name}{{{labels}{label}}} {float(field in state.throttle_reasons)!r}\n"
+                    elif state.HasField(field):  # type: ignore[arg-type]
+                        yield f"{name}{{{labels}{label}}} {float(getattr(state, field))!r}\n"
 
 
 class StepMetrics:

@@ -7,6 +7,7 @@ from typing import Any
 
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics import Metrics
+from text_generation_router.metrics.snapshots import WorkerSums
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats import COUNTS, HISTORY, METRICS, SAMPLE, OwnStats, packed
 from text_generation_router.worker_link.rpc import Handlers, LinkLost
@@ -22,7 +23,7 @@ class SummedStats(OwnStats):
     def __init__(self, metrics: Metrics, cluster: Cluster[Any], connections: Mapping[int, WorkerConnection]) -> None:
         """`connections` are those of the workers that are connected, by number."""
         super().__init__(metrics, cluster)
-        self._sums = metrics.worker_sums()
+        self._sums = WorkerSums(metrics.registry, metrics.requests, metrics.errors)
         self._connections = connections
         self._late: dict[asyncio.Task[None], WorkerConnection] = {}
         """Calls to workers that did not answer in time: these are not called again meanwhile."""

@@ -14,7 +14,6 @@ import text_generation_router.api.cloud.kserve
 import text_generation_router.api.cloud.vertex
 import text_generation_router.web.body_errors  # noqa: F401 - the same
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.admission_queue import PendingWork
 from text_generation_router.audit.auditor import Auditor
 from text_generation_router.config import RouterConfig
 from text_generation_router.error_attributes import TgiBody
@@ -47,7 +46,6 @@ def test_every_metric_of_our_own_is_listed() -> None:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
     metrics.add_shards(Cluster(scheduler, metrics.steps), lambda: 1)
-    metrics.add_preparation(PendingWork())
     metrics.add_audits(Auditor(scheduler, metrics.steps, RouterConfig(), pb.InfoResponse(), 1))
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
