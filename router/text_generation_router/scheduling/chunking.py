@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.keys import common_bytes
+from text_generation_router.scheduling.keys import TOKEN_BYTES, common_bytes
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 MIN_SHARED_TOKENS = 64
 """Shared prefix in tokens for which a sequence waits while it is computed for another one; shorter ones are recomputed."""

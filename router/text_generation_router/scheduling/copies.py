@@ -7,6 +7,10 @@ The prefix of a sequence that ends is stored if it is worth it. Stores are made 
 each of a bounded number of blocks, from the beginning of the prefix. A store guards the path on the device, so none begins while blocks
 are scarce. It names the blocks of the first group that the host lacks, and those of the further groups with which a request could
 continue at one of the `ends`: those of the turn, that of the answer.
+
+So a block is there when its device evicts it or dies. While the host has free blocks, each prefix is stored. Once a store evicts
+another one, only prefixes of sessions are: those of a job that a client names or that an earlier prompt began, and those that continue
+a cached prefix.
 """
 
 from collections import deque
@@ -16,13 +20,18 @@ from itertools import count
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
 from text_generation_router.scheduling.checkpoints import turn_blocks
+from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.host_cache import HostCache
+from text_generation_router.scheduling.jobs import own_job
+from text_generation_router.scheduling.keys import TOKEN_BYTES
 from text_generation_router.scheduling.kv_cache import KVCache
 from text_generation_router.scheduling.prefix_node import Node, Prefix
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
 from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, HeldBlocks, number_of
-from text_generation_router.scheduling.worth import MIN_LOADED_TOKENS, worth_storing
 
+MIN_LOADED_TOKENS = MIN_SHARED_TOKENS
+"""Tokens by which a prefix on the host is longer than that on the device, so that it is loaded; fewer are computed, unless the
+sequence went on elsewhere before."""
 MOST_WAITING = 256
 """Prefixes that wait for their store; the oldest are dropped, but those of sequences that move."""
 MOST_STORED = 512
@@ -233,7 +242,7 @@ class ReplicaCopies:
     def _release(self, load: PrefixLoad) -> None:
         self._host.tree.release(load.node)
         for pool, blocks in zip(self._host.pools, load.prefix.further, strict=True):
-            pool.release(HeldBlocks(blocks=blocks))
+            pool.release(blocks)
 
     # ---------------------------------------------------------------------------------------------------------- stores
 
@@ -349,7 +358,7 @@ class ReplicaCopies:
         cache, host = self._cache, self._host
         cache.tree.release(store.device)
         for pool, blocks in zip(cache.further_pools, store.sources, strict=True):
-            pool.release(HeldBlocks(blocks=blocks))
+            pool.release(blocks)
         unused, end = store.blocks[-store.new :] if store.new else [], store.host
         if not failed:
             end, present = host.tree.extend(
@@ -360,10 +369,16 @@ class ReplicaCopies:
             host.counts["stored"] += store.new + sum(map(len, store.sources))
         host.give(unused)
         for pool, run in zip(host.pools, store.further, strict=True):
-            pool.release(HeldBlocks(blocks=[block for block in run if block is not NO_BLOCK]))
+            pool.release([block for block in run if block is not NO_BLOCK])
         if store.known is not store.host:
             host.tree.release(store.known)
         host.tree.release(end)
+
+
+def worth_storing(sequence: ScheduledSequence, *, has_room: bool) -> bool:
+    """Return True if the prefix of a sequence that ends is worth storing; `has_room`: nothing is evicted for it."""
+    is_session = sequence.job not in ("", own_job(sequence))
+    return has_room or is_session or sequence.cached_tokens >= MIN_SHARED_TOKENS
 
 
 def _copied(host: HostCache, group: int, device: Sequence[int], blocks: Sequence[int], *, new: bool) -> CopiedBlocks:

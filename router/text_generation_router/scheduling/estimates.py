@@ -67,8 +67,8 @@ class Throughput:
         self._last = -math.inf
         self._unexplained_s = 0.0
         """Time between the last reports that no step accounts for."""
-        self._full = self._spare = (0.0, 0.0, 0.0)
-        """(tokens, seconds, time of the last step)."""
+        self._sums = {True: (0.0, 0.0, 0.0), False: (0.0, 0.0, 0.0)}
+        """(tokens, seconds, time of the last step) of steps while requests were queued, and of others."""
         self._busy = 0.0
         """The busy ratio at the end of the last step."""
 
@@ -88,14 +88,11 @@ class Throughput:
             self._unexplained_s = elapsed - seconds
         self._busy = self.busy_ratio(now) - share * math.expm1(-min(seconds, busy_s) / BUSY_MEMORY_S)
         self._last = max(now, self._last)
-        if queued:
-            self._full = _decayed_sum(self._full, self._last, tokens, seconds)
-        else:
-            self._spare = _decayed_sum(self._spare, self._last, tokens, seconds)
+        self._sums[queued] = _decayed_sum(self._sums[queued], self._last, tokens, seconds)
 
     def rate(self) -> float:
         """Return tokens per second over the last seconds of work; 0 if unknown. Idle time changes nothing."""
-        return next((tokens / seconds for tokens, seconds, _ in (self._full, self._spare) if tokens and seconds), 0.0)
+        return next((tokens / seconds for tokens, seconds, _ in self._sums.values() if tokens and seconds), 0.0)
 
     def busy_ratio(self, now: float) -> float:
         """Return the share of time that was spent in steps, 0 to 1: a mean that the last minutes dominate."""

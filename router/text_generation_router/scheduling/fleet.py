@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
+from text_generation_router.scheduling.keys import TOKEN_BYTES
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 SMALL_FLEET = 8
 """Up to this number of replicas, all are compared and this module is not used."""

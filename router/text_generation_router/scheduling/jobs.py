@@ -1,8 +1,7 @@
 """PrefixJobs: the jobs of requests that name none, by the longest prompt that they continue.
 
 A session sends its prompt again, with more at its end. So a request belongs to the job of an earlier one of the same tenant whose
-whole prompt its own begins with. Prompts that share less, as the instructions of an application, do not make a job: the rest of
-each
+whole prompt its own begins with. Prompts that share less, as the instructions of an application, do not make a job: the rest of each
 is compared, too.
 """
 
@@ -10,7 +9,8 @@ from collections import OrderedDict
 from zlib import crc32
 
 from text_generation_router.request import TenantId
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence
+from text_generation_router.scheduling.keys import TOKEN_BYTES
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 STRETCH_BYTES = 1024 * TOKEN_BYTES
 """Prompts are looked up at multiples of this; shorter ones belong to no job."""
@@ -46,9 +46,8 @@ class PrefixJobs:
                     job = name
         if key is None:
             return ""
-        if not (
-            job and key in self._prompts and self._prompts[key][2] == job
-        ):  # the shorter prompt has more continuations
+        if not job or key not in self._prompts or self._prompts[key][2] != job:
+            # The shorter prompt has more continuations.
             job = job or own_job(sequence)
             size = len(prompt) - len(prompt) % BLOCK_BYTES
             self._prompts[key] = size, crc32(prompt[key[2] : size]), job

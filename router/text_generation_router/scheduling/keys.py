@@ -1,4 +1,8 @@
-"""Comparison of the keys of the prefix tree: token ids as bytes."""
+"""The keys of the prefix tree: token ids as bytes; their comparison."""
+
+from array import array
+
+TOKEN_BYTES = array("I").itemsize
 
 
 def common_bytes(run: bytes | bytearray, key: bytes, at: int, size: int) -> int:

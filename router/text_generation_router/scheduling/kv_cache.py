@@ -21,10 +21,11 @@ from text_generation_router.request import RequestId
 from text_generation_router.scheduling.checkpoints import StateCheckpoint, checkpoints, turn_blocks
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, PendingPrompts
 from text_generation_router.scheduling.host_cache import HostCache
+from text_generation_router.scheduling.keys import TOKEN_BYTES
 from text_generation_router.scheduling.messages import Allocations, FurtherBlocks, ReplicaSpec
 from text_generation_router.scheduling.prefix_node import Prefix
 from text_generation_router.scheduling.prefix_tree import PrefixTree
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
 from text_generation_router.scheduling.state_pool import StatePool
 from text_generation_router.scheduling.window_pool import WindowPool, number_of
 
@@ -105,7 +106,7 @@ class KVCache:
     def lock_prefix(self, sequence: ScheduledSequence, prefix: Prefix, loaded: int = 0) -> None:
         """Give `sequence` the blocks of its cached prefix; `loaded`: blocks of the longer one that is to be loaded, or 0."""
         sequence.prefix_lock, sequence.blocks = lock, _ = self.tree.lock(prefix)
-        count, is_loaded = loaded or prefix.blocks, loaded > 0
+        count, is_loaded, request = loaded or prefix.blocks, loaded > 0, sequence.request
         sequence.cached_tokens = tokens = count * self.block_size
         if self.pools:
             sequence.further = [
@@ -113,17 +114,13 @@ class KVCache:
                 for pool, blocks in zip(self.pools, prefix.further, strict=False)
             ]
         if self.states is not None:
-            wanted = self._checkpoints(sequence, prefix.branch)
-            ends = turn_blocks(sequence.request.turn_ends, sequence.length, self.block_size)
-            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded, returns=count in ends)
+            size, turn_ends, wanted = self.block_size, request.turn_ends, list[StateCheckpoint]()
+            if self.caching and "prefix" not in request.without:
+                wanted = checkpoints(sequence.length, turn_ends, prefix.branch * size, tokens, size)
+            returns = count in turn_blocks(turn_ends, sequence.length, size)
+            sequence.states = self.states.start(prefix.further[-1], wanted, tokens * is_loaded, returns=returns)
         sequence.committed_blocks = prefix.blocks
-        sequence.own_cached_tokens = self.tree.known_blocks(lock, sequence.request.qos.tenant) * self.block_size
-
-    def _checkpoints(self, sequence: ScheduledSequence, branch: int) -> list[StateCheckpoint]:
-        request, size = sequence.request, self.block_size
-        if not self.caching or "prefix" in request.without:
-            return []
-        return checkpoints(sequence.length, request.turn_ends, branch * size, sequence.cached_tokens, size)
+        sequence.own_cached_tokens = self.tree.known_blocks(lock, request.qos.tenant) * self.block_size
 
     def will_share(self, leader: ScheduledSequence, tokens: int) -> bool:
         """Return True if others can continue after about `tokens` tokens of `leader`, a prompt under way, once these are computed.
@@ -299,10 +296,8 @@ class KVCache:
         """Free the blocks of `sequence`. Committed ones stay in the tree."""
         self._put_free(sequence.duplicate_blocks)
         self._put_free(sequence.blocks[sequence.committed_blocks :])
-        for pool, held in zip(self.pools, sequence.further, strict=True):
-            pool.release(held)
-        if self.states is not None and sequence.states is not None:
-            self.states.finish(sequence.states)
+        for pool, held in zip(self.further_pools, sequence.further_held, strict=True):
+            pool.release(held.blocks)
         if sequence.prefix_lock is not None:
             reused = sequence.cached_tokens // self.block_size
             self.tree.release(sequence.prefix_lock, reused if self.states is not None else 0)

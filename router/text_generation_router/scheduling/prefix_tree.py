@@ -10,13 +10,10 @@ prefix is found only as far as all groups accept it. What a further group holds 
 
 from collections.abc import Iterator, Sequence
 
-from text_generation_router.scheduling.keys import common_bytes
+from text_generation_router.scheduling.keys import TOKEN_BYTES, common_bytes
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.prefix_node import Node, Prefix, Run
 from text_generation_router.scheduling.window_pool import GroupBlock, WindowPool
-
-_BYTES_PER_TOKEN = 4
-
 
 _Found = tuple[Node, int, Node | None, int]
 """The last node that a key covers whole, the bytes used so far, and, if it covers part of a child of that node, the child and
@@ -31,7 +28,8 @@ class PrefixTree:
     """
 
     def __init__(self, block_size: int, pools: Sequence[WindowPool] = ()) -> None:
-        self._block_bytes = _BYTES_PER_TOKEN * block_size
+        self._block_size = block_size
+        self._block_bytes = TOKEN_BYTES * block_size
         self._pools = pools
         """The blocks of the further groups."""
         self._now = 0
@@ -61,12 +59,11 @@ class PrefixTree:
 
     def peek(self, salt: str, key: bytes) -> int:
         """Return the tokens of the longest cached prefix of `key`, in whole blocks. Change nothing."""
-        return self.find(salt, key).blocks * self._block_bytes // _BYTES_PER_TOKEN
+        return self.find(salt, key).blocks * self._block_size
 
     def find(self, salt: str, key: bytes) -> Prefix:
         """Return the longest cached prefix of `key`. Change nothing."""
-        root = self._roots.get(salt)
-        if root is None:
+        if (root := self._roots.get(salt)) is None:
             return Prefix(salt, None, None, 0, 0, [[] for _ in self._pools])
         (node, covered, child, inside), further, branch = self._find(root, key)
         return Prefix(salt, node, child, inside, (covered + inside) // self._block_bytes, further, branch)

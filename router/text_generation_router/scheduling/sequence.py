@@ -11,7 +11,6 @@ from text_generation_router.scheduling.prefix_node import Node
 from text_generation_router.scheduling.state_pool import HeldStates
 from text_generation_router.scheduling.window_pool import HeldBlocks
 
-TOKEN_BYTES = array("I").itemsize
 MAX_MOVES = 100
 """Replicas that a request may lose in all."""
 

@@ -120,10 +120,6 @@ class StatePool(WindowPool):
         for index in [index for index in held.kept if (index + 1) * self._block_size < position]:
             self._drop((held.kept.pop(index),), self._behind if index in held.spare else self._recent)
 
-    def finish(self, held: HeldStates) -> None:
-        """Drop all blocks of a sequence."""
-        self._drop(held.blocks, self._recent)
-
     def _take(self) -> GroupBlock:
         if not self._free:
             self._evict()

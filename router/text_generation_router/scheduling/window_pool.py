@@ -162,9 +162,9 @@ class WindowPool:
             dropped = dropped[max(reused, end) :]
         self._drop(dropped, self._recent)
 
-    def release(self, held: HeldBlocks) -> None:
+    def release(self, blocks: Iterable[GroupBlock]) -> None:
         """Drop all blocks of a sequence."""
-        self._drop(held.blocks, self._recent)
+        self._drop(blocks, self._recent)
 
     def cache(self, blocks: list[GroupBlock], new: Sequence[GroupBlock], first: int) -> None:
         """Cache `new` at the positions of the tree in `blocks` from index `first` on that lack a block, or are appended."""

@@ -22,8 +22,9 @@ from text_generation_router.scheduling.chunking import (
     share_budget,
     shared_tokens,
 )
+from text_generation_router.scheduling.keys import TOKEN_BYTES
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 BLOCK = 16
 KEY = MIN_SHARED_TOKENS * TOKEN_BYTES

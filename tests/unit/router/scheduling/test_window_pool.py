@@ -43,7 +43,7 @@ class Cache:
             if (position := (block + 1) * SIZE) >= held.needed_until:
                 self.pool.give_back(held, position)
             assert len(held.blocks) <= 3
-        self.pool.release(held)
+        self.pool.release(held.blocks)
         self.tree.release(node)
         cached = [block for each in nodes_of(self.tree) for block in each.further[0]]
         check_pool(self.pool, cached, [])
