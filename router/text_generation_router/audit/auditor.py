@@ -75,13 +75,8 @@ class Auditor:
 
     def _watch(self, request: Request) -> Request:
         self._watched[request.id] = Served(replace(request, prediction=()))
-        if self._config.token_logprobs == "never":
-            return request
-        return replace(request, logprobs=replace(request.logprobs, tokens=True))
-
-    def _keep(self, served: Served) -> None:
-        if dropped := self._kept.put(served):
-            self.verdicts[Verdict.DROPPED] += dropped
+        tokens = request.logprobs.tokens or self._config.token_logprobs != "never"
+        return replace(request, logprobs=replace(request.logprobs, tokens=tokens))
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         for placement in orders.placements if self._watched else ():
@@ -124,7 +119,7 @@ class Auditor:
             await asyncio.sleep(LOOK_S)
             for request_id in [each for each in self._watched if each not in self._scheduler.requests]:
                 if (ended := self._watched.pop(request_id)).tokens:
-                    self._keep(ended)
+                    self.verdicts[Verdict.DROPPED] += self._kept.put(ended)
             self._end_replay()
             self._start()
 
@@ -172,10 +167,8 @@ class Auditor:
             self._judge(served, step.report.generated_scores[0])
         elif step is not None and any(each.request_id == -served.request.id for each in step.deliveries.failed):
             self.verdicts[Verdict.FAILED if self._is_current(served) else Verdict.UNJUDGED] += 1
-        elif served.tries < MAX_TRIES:
-            self._keep(served)
         else:
-            self.verdicts[Verdict.DROPPED] += 1
+            self.verdicts[Verdict.DROPPED] += self._kept.put(served) if served.tries < MAX_TRIES else 1
 
     def _judge(self, served: Served, scores: pb.TokenScores) -> None:
         if served.request.id == self._measured:
@@ -210,11 +203,10 @@ class Auditor:
         cluster = self.cluster
         if feature in cluster.isolated:
             return
+        done = f"requests do without {feature}"
         if feature.startswith("replica ") and cluster.release_replica(int(feature.removeprefix("replica "))):
             done = f"{feature} gets no requests any more"
-        elif feature in OPTIONAL:
-            done = f"requests do without {feature}"
-        else:
+        elif feature not in OPTIONAL:
             return
         cluster.isolated.append(feature)
         log.error("isolated after audits", feature=feature, action=done)

@@ -129,21 +129,18 @@ class KeptRequests:
         self._bytes[tenant] += served.bytes
         before = len(self)
         while self.bytes > self._max_bytes:
-            self._take(max(self._bytes, key=self._bytes.__getitem__))
+            self.take(max(self._bytes, key=self._bytes.__getitem__))
         return before - len(self)
 
-    def take(self) -> Served:
-        """Take the first request of the tenant whose turn it is. There must be one."""
-        tenant = next(iter(self._queues))
-        served = self._take(tenant)
-        if tenant in self._queues:
-            self._queues[tenant] = self._queues.pop(tenant)
-        return served
-
-    def _take(self, tenant: TenantId) -> Served:
+    def take(self, tenant: TenantId | None = None) -> Served:
+        """Take the first request of a tenant, by default of the one whose turn it is. There must be one."""
+        if turn := tenant is None:
+            tenant = next(iter(self._queues))
         queue = self._queues[tenant]
         served = queue.popleft()
         self._bytes[tenant] -= served.bytes
         if not queue:
             del self._queues[tenant], self._bytes[tenant]
+        elif turn:
+            self._queues[tenant] = self._queues.pop(tenant)
         return served
