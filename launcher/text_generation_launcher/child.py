@@ -32,7 +32,7 @@ from text_generation_common.progress import RELAYED, show
 from text_generation_common.waiting import background
 from text_generation_launcher import orphans
 from text_generation_launcher.plan import ChildSpec
-from text_generation_launcher.shutdown import GracePeriod
+from text_generation_launcher.shutdown import GracePeriod, send
 from text_generation_proto.v1 import shard_pb2 as pb
 
 OUTPUT_TIMEOUT = 2.0
@@ -162,13 +162,6 @@ async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_peri
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-def send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """Send a signal. The methods of `process` would collect the exit code of one that has just ended: asyncio then reports 255."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, number)
 
 
 async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output: bool) -> None:

@@ -23,6 +23,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import struct
 import sys
@@ -42,6 +43,7 @@ from text_generation_common.settings import ChildConfig
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.waiting import first_of
 from text_generation_launcher import env_relay, orphans
+from text_generation_launcher.shutdown import send
 
 SEPARATOR = "--"
 """Argument before mpirun's command, and before the shard's."""
@@ -231,35 +233,30 @@ async def _run_shard(
         pass_fds=inherited,
     )
     await first_of(process.wait(), ranks.wait(), stopping.wait())
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
+    send(process, signal.SIGTERM)
     if stopping.is_set() or process.returncode is not None:
         code = await process.wait()  # the launcher limits this time
         return code if code >= 0 else 128 - code
     log.error("the engine's ranks ended", **exit_fields(await ranks.wait()))
-    if not await _ended(process, SHARD_ALONE_TIMEOUT):
-        process.kill()
-        await process.wait()
+    await _end_by(process, SHARD_ALONE_TIMEOUT)
+    await process.wait()
     return ExitCode.FAILED
 
 
 async def _end_ranks(ranks: asyncio.subprocess.Process) -> None:
     """Wait for mpirun to end, then send SIGTERM, then SIGKILL. The launcher reaps processes that are left (orphans.py)."""
-    if await _ended(ranks, RANKS_TIMEOUT):
-        return
-    ranks.terminate()
-    if not await _ended(ranks, MPIRUN_TIMEOUT):
-        ranks.kill()
-        await ranks.wait()
+    await _end_by(ranks, RANKS_TIMEOUT, signal.SIGTERM)
+    await _end_by(ranks, MPIRUN_TIMEOUT)
+    await ranks.wait()
 
 
-async def _ended(process: asyncio.subprocess.Process, seconds: float) -> bool:
-    """Return True if a process ends within `seconds`."""
-    with suppress(TimeoutError):
+async def _end_by(process: asyncio.subprocess.Process, seconds: float, number: signal.Signals = signal.SIGKILL) -> None:
+    """Wait for a process to end; send it a signal if it has not within `seconds`."""
+    try:
         async with asyncio.timeout(seconds):
             await process.wait()
-    return process.returncode is not None
+    except TimeoutError:
+        send(process, number)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -1,9 +1,10 @@
 """Graceful shutdown: the first signal drains, a second one forces."""
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from text_generation_common.log import log
 
@@ -19,6 +20,13 @@ GracePeriod = Callable[[float, Callable[[], None]], AbstractAsyncContextManager[
 """Type of `GracefulShutdown.grace_period`: seconds and a function that sends SIGTERM again."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal. The methods of `process` would collect the exit code of one that has just ended: asyncio then reports 255."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 class GracefulShutdown:

@@ -25,10 +25,10 @@ from contextlib import AbstractAsyncContextManager
 from text_generation_common.descriptors import DescriptorReserve
 from text_generation_common.exit_codes import ExitCode
 from text_generation_common.log import log
-from text_generation_launcher.child import run_to_end, send
+from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec, ShardSpec
 from text_generation_launcher.restarts import Unit, UnitExit
-from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_launcher.shutdown import GracefulShutdown, send
 from text_generation_proto.description import difference
 from text_generation_proto.v1 import shard_pb2 as pb
 
