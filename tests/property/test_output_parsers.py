@@ -14,7 +14,7 @@ from json_call_answers import TOOLS as ANSWERED_TOOLS
 from model_answers import TABLES
 from parser_events import Call, Part, read_parts
 
-from text_generation_router.chat.events import OutputParser, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, Kind, OutputParser
 from text_generation_router.chat.parsers import FORMATS, create_parser
 from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.reasoning import ReasoningParser
@@ -283,11 +283,11 @@ def test_a_name_too_long_is_text_up_to_its_limit_however_it_is_cut() -> None:
 
 def test_text_and_arguments_come_while_they_are_written() -> None:
     parser = make("hermes")
-    assert parser.feed("Hello <") == [TextDelta("Hello ")]
+    assert parser.feed("Hello <") == [Event(Kind.TEXT, "Hello ")]
     assert parser.feed('tool_call>{"name": "f') == []
-    assert parser.feed('", "arg') == [ToolCallStart(0, "f")]
-    assert parser.feed('uments": {"a": 1') == [ToolCallArguments(0, '{"a": 1')]
-    assert parser.feed("}}") == [ToolCallArguments(0, "}")]
+    assert parser.feed('", "arg') == [Event(Kind.CALL, "f")]
+    assert parser.feed('uments": {"a": 1') == [Event(Kind.ARGUMENTS, '{"a": 1')]
+    assert parser.feed("}}") == [Event(Kind.ARGUMENTS, "}")]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +315,6 @@ def test_text_and_arguments_come_while_they_are_written() -> None:
 )
 def test_every_format_streams_a_text_argument(kind: str, before: str) -> None:
     parser = make(kind)
-    assert ToolCallStart(0, "f") in parser.feed(before)
-    assert parser.feed("New ") == [ToolCallArguments(0, "New ")]
-    assert parser.feed("York") == [ToolCallArguments(0, "York")]
+    assert Event(Kind.CALL, "f") in parser.feed(before)
+    assert parser.feed("New ") == [Event(Kind.ARGUMENTS, "New ")]
+    assert parser.feed("York") == [Event(Kind.ARGUMENTS, "York")]

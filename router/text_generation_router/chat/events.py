@@ -1,41 +1,28 @@
 """The events of a model's answer: text, reasoning, tool calls. Parsers produce them, dialects write them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """Text of the answer; never empty."""
+class Kind(Enum):
+    """The content of a part of an answer."""
 
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+    """The start of a tool call, with the name of the tool; the call ends where the next one starts or the answer ends."""
+    ARGUMENTS = "arguments"
+    """A part of a call's arguments. The parts of a call, joined, are one JSON object."""
+
+
+class Event(NamedTuple):
+    """A part of an answer; its text is never empty."""
+
+    kind: Kind
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """Text of the reasoning before the answer; never empty."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
-    """The start of a tool call. Calls are numbered 0, 1, …; a call ends where the next one starts or the answer ends."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
-    """A part of a call's arguments; never empty. The fragments of a call, joined, are one JSON object."""
-
-    index: int
-    fragment: str
-
-
-Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
+    call: int = 0
+    """The number of the call, from 0, with CALL and ARGUMENTS."""
 
 
 class ReasoningTokens:
@@ -53,9 +40,9 @@ class ReasoningTokens:
         if not events:
             self._held += 1
             return
-        if isinstance(events[0], ReasoningDelta):
+        if events[0].kind is Kind.REASONING:
             self.count += 1 + self._held * self._open
-        self._held, self._open = 0, isinstance(events[-1], ReasoningDelta)
+        self._held, self._open = 0, events[-1].kind is Kind.REASONING
 
 
 class OutputParser(Protocol):
@@ -84,7 +71,7 @@ class EventBuffer:
         """The last call has arguments."""
         self._events: list[Event] = []
         self._parts: list[str] = []
-        self._kind: type[Event] = TextDelta
+        self._kind = Kind.TEXT
         """The kind of event that the parts make."""
         self._blanks: list[str] = []
         """Whitespace since the last call or the start: text if more text follows, or if there are no calls."""
@@ -93,25 +80,25 @@ class EventBuffer:
     def text(self, text: str) -> None:
         """Add text of the answer; may be empty."""
         if self._in_text or not text:
-            self._add(text, TextDelta)
+            self._add(text, Kind.TEXT)
         elif text.isspace():
             self._blanks.append(text)
         else:
             self._in_text = True
-            self._add("".join(self._blanks) + text, TextDelta)
+            self._add("".join(self._blanks) + text, Kind.TEXT)
             self._blanks.clear()
 
     def reason(self, text: str) -> None:
         """Add reasoning; may be empty."""
         self._in_text = False
-        self._add(text, ReasoningDelta)
+        self._add(text, Kind.REASONING)
 
     def start(self, name: str) -> None:
         """Start the next call."""
         self._blanks.clear()
         self._in_text = False
         self._flush()
-        self._events.append(ToolCallStart(self.calls, name))
+        self._events.append(Event(Kind.CALL, name, self.calls))
         self.calls += 1
         self.has_arguments = False
 
@@ -119,7 +106,7 @@ class EventBuffer:
         """Add to the arguments of the last call; may be empty. Needs a call with no text after it."""
         if fragment:
             self.has_arguments = True
-            self._add(fragment, ToolCallArguments)
+            self._add(fragment, Kind.ARGUMENTS)
 
     def drop_blanks(self) -> None:
         """Drop the whitespace since the last call: it belongs to the markers of the call."""
@@ -128,19 +115,18 @@ class EventBuffer:
 
     def finish(self) -> None:
         if not self.calls:
-            self._add("".join(self._blanks), TextDelta)
+            self._add("".join(self._blanks), Kind.TEXT)
         self._blanks.clear()
 
     def drain(self) -> list[Event]:
         """Return the events since the last `drain`."""
-        if self._parts:
-            self._flush()
+        self._flush()
         events = self._events
         if events:
             self._events = []
         return events
 
-    def _add(self, text: str, kind: type[Event]) -> None:
+    def _add(self, text: str, kind: Kind) -> None:
         if not text:
             return
         if kind is not self._kind:
@@ -149,11 +135,7 @@ class EventBuffer:
         self._parts.append(text)
 
     def _flush(self) -> None:
-        if not self._parts:
-            return
-        joined = "".join(self._parts)
-        self._parts.clear()
-        if self._kind is ToolCallArguments:
-            self._events.append(ToolCallArguments(self.calls - 1, joined))
-        else:
-            self._events.append(ReasoningDelta(joined) if self._kind is ReasoningDelta else TextDelta(joined))
+        if self._parts:
+            call = self.calls - 1 if self._kind is Kind.ARGUMENTS else 0
+            self._events.append(Event(self._kind, "".join(self._parts), call))
+            self._parts.clear()

@@ -294,10 +294,8 @@ def _in_parts(message: Json) -> Json:
 
 
 def _image_or_text(part: object) -> str | Json:
-    return {"type": "image"} if isinstance(part, dict) and "image" in part else _text(part)
-
-
-def _text(part: object) -> str:
+    if isinstance(part, dict) and "image" in part:
+        return {"type": "image"}
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
         raise TemplateError("only text parts are supported in messages")

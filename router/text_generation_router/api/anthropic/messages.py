@@ -19,10 +19,11 @@ from text_generation_router.api.anthropic.input import to_conversation, to_optio
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Finish
 from text_generation_router.api.core.ids import Named, named
-from text_generation_router.api.core.one_answer import AnswerRoutes, CachedTokens, Kind, ReplyWriter
+from text_generation_router.api.core.one_answer import AnswerRoutes, CachedTokens, ReplyWriter
 from text_generation_router.api.http.dialects import anthropic_error_event
 from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.api.http.keys import tenant_of
+from text_generation_router.chat.events import Kind
 from text_generation_router.errors import ServingError
 from text_generation_router.web.bodies import ResponseBody, beside, json_response, parse_body
 
@@ -97,7 +98,7 @@ class TokenCount(ResponseBody):
 _DELTAS = {
     Kind.TEXT: (b"text_delta", b"text"),
     Kind.REASONING: (b"thinking_delta", b"thinking"),
-    Kind.CALL: (b"input_json_delta", b"partial_json"),
+    Kind.ARGUMENTS: (b"input_json_delta", b"partial_json"),
 }
 
 

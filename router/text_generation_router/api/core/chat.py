@@ -20,15 +20,7 @@ from text_generation_proto.values import FinishReason, Grammar, GrammarKind
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
-from text_generation_router.chat.events import (
-    Event,
-    OutputParser,
-    ReasoningDelta,
-    ReasoningTokens,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-)
+from text_generation_router.chat.events import Event, Kind, OutputParser, ReasoningTokens
 from text_generation_router.chat.parsers import FORMATS, begun_answer, create_parser, starts_in_reasoning
 from text_generation_router.chat.parsers.base import AnyTools, Tools
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, FirstCall, ReasoningParser
@@ -91,7 +83,7 @@ class Reader(Sink):
         if output.ending is not None:
             events = [*events, *self._parser.finish()]
         if events:
-            self._calls = self._calls or any(isinstance(event, ToolCallStart) for event in events)
+            self._calls = self._calls or any(event.kind is Kind.CALL for event in events)
         self._reasoning.add(events)
         self._sink.on_events(events, output)
         if output.ending is not None:
@@ -139,10 +131,9 @@ class ChatRequest:
                 await asyncio.sleep(0)
             events += parser.feed(ending.text[start : start + PARSED_AT_ONCE])
         events += parser.finish()
-        calls = any(isinstance(event, ToolCallStart) for event in events)
-        thought = any(isinstance(event, ReasoningDelta) for event in events)
-        tokens = await self._reasoning_tokens(ending.deltas) if thought else 0
-        return events, AnswerEnd(finish_of(ending, calls=calls), ending, tokens)
+        kinds = {event.kind for event in events}
+        tokens = await self._reasoning_tokens(ending.deltas) if Kind.REASONING in kinds else 0
+        return events, AnswerEnd(finish_of(ending, calls=Kind.CALL in kinds), ending, tokens)
 
     async def _reasoning_tokens(self, deltas: Sequence[str]) -> int:
         """Count the reasoning tokens of a finished text, as a stream of it does."""
@@ -156,19 +147,15 @@ class ChatRequest:
 
     async def answer(self, ending: GenerationResult) -> ParsedAnswer:
         events, end = await self.read(ending)
-        texts, thoughts, calls = [], [], list[tuple[str, list[str]]]()
-        for event in events:
-            match event:
-                case TextDelta(text):
-                    texts.append(text)
-                case ReasoningDelta(text):
-                    thoughts.append(text)
-                case ToolCallStart(_, name):
-                    calls.append((name, []))
-                case ToolCallArguments(index, fragment):
-                    calls[index][1].append(fragment)
-        joined = [Call(name, "".join(fragments)) for name, fragments in calls]
-        return ParsedAnswer(end.finish, "".join(texts), "".join(thoughts), joined, end.reasoning_tokens)
+        joined: dict[tuple[Kind, int], list[str]] = {}
+        for kind, text, call in events:
+            joined.setdefault((kind, call), []).append(text)
+
+        def whole(kind: Kind, call: int = 0) -> str:
+            return "".join(joined.get((kind, call), ()))
+
+        calls = [Call(event.text, whole(Kind.ARGUMENTS, event.call)) for event in events if event.kind is Kind.CALL]
+        return ParsedAnswer(end.finish, whole(Kind.TEXT), whole(Kind.REASONING), calls, end.reasoning_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +179,7 @@ class AnswerForm:
 
     def parser(self) -> OutputParser:
         inner = create_parser(self.format, tools=self.tools)
-        if any(isinstance(event, ToolCallStart) for event in inner.feed(self.begun)):
+        if any(event.kind is Kind.CALL for event in inner.feed(self.begun)):
             # The prompt has calls of its own, which are not the answer's: those are numbered from 0.
             inner = create_parser(self.format, tools=self.tools)
         if self.reasoning is not None:

@@ -8,7 +8,6 @@ A writer makes both, so a stream and a whole reply never differ.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import orjson
@@ -20,7 +19,7 @@ from text_generation_router.api.core.serving import MAX_LOGPROBS_AT_ONCE, Servin
 from text_generation_router.api.http.caller import OpenFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.web.bodies import beside
@@ -29,14 +28,6 @@ from text_generation_router.web.sse import EventStream
 BodyT = TypeVar("BodyT", bound=OpenFields)
 BlockT = TypeVar("BlockT")
 """A block as the whole reply has it."""
-
-
-class Kind(Enum):
-    """The content of a block."""
-
-    TEXT = "text"
-    REASONING = "reasoning"
-    CALL = "call"
 
 
 CachedTokens = Callable[[], int]
@@ -95,11 +86,11 @@ class ReplyWriter(ABC, Generic[BlockT]):
 
     @abstractmethod
     def block_began(self, kind: Kind, name: str) -> bytes:
-        """Open a block; `name` is that of a tool call."""
+        """Open a block of text, reasoning, or the arguments of a call of the tool `name`."""
 
     @abstractmethod
     def delta(self, delta: str) -> bytes:
-        """Add to the open block: text, reasoning, or the arguments of a tool call."""
+        """Add to the open block."""
 
     @abstractmethod
     def block_ended(self, text: str, *, whole: bool) -> tuple[BlockT, bytes]:
@@ -117,15 +108,9 @@ class ReplyWriter(ABC, Generic[BlockT]):
         """Return the events of an error. A block may be open."""
 
     def _event(self, event: Event) -> bytes:
-        match event:
-            case TextDelta(text):
-                return self.add(text)
-            case ReasoningDelta(text):
-                return self.add(text, Kind.REASONING)
-            case ToolCallStart(_, name):
-                return self._switch_to(Kind.CALL, name)
-            case ToolCallArguments(_, fragment):
-                return self.add(fragment, Kind.CALL)
+        if event.kind is Kind.CALL:
+            return self._switch_to(Kind.ARGUMENTS, event.text)
+        return self.add(event.text, event.kind)
 
     def _begin(self) -> bytes:
         if self._begun:

@@ -22,7 +22,7 @@ from text_generation_router.api.openai import answers
 from text_generation_router.api.openai.choices import ChoiceSink, ChoicesStream
 from text_generation_router.api.openai.input import asked_grammar, chat_options, to_conversation
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
-from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, QualityOfService, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ class ChatStream(ChoicesStream):
 class ChatChoiceStream(ChoiceSink):
     """The sink of one choice: of outputs without a parser, of a parser's events with one."""
 
-    __slots__ = ("_chat", "_count", "_first", "_ids", "_plain", "_text_head", "_unscored")
+    __slots__ = ("_chat", "_count", "_first", "_plain", "_text_head", "_unscored")
 
     def __init__(self, chat: ChatStream, index: int, record: GenerationRecord) -> None:
         super().__init__(chat, index, record)
@@ -199,7 +199,6 @@ class ChatChoiceStream(ChoiceSink):
         """A chunk of text, up to the text."""
         self._plain = not (chat.scored or chat.running_usage)
         self._count = 0
-        self._ids: list[str] = []
         self._unscored: list[TokenOutput] = []
         """Tokens whose log-probabilities belong to the next chunk: a parser may hold their text back."""
         self._first = (
@@ -256,22 +255,18 @@ class ChatChoiceStream(ChoiceSink):
         return b"%b%b}\n\n" % (first, self._usage(0))
 
     def _delta(self, event: Event) -> answers.Delta:
-        match event:
-            case TextDelta(text):
-                return {"content": text}
-            case ReasoningDelta(text):
-                return {"reasoning_content": text}
-            case ToolCallStart(_, name) if self._chat.functions:
-                return {"function_call": {"name": name, "arguments": ""}}
-            case ToolCallStart(index, name):
-                self._ids.append(new_call_id())
-                function: answers.FunctionDelta = {"name": name, "arguments": ""}
-                return {
-                    "tool_calls": [{"index": index, "id": self._ids[index], "type": "function", "function": function}]
-                }
+        kind, text, index = event
+        if kind is Kind.TEXT:
+            return {"content": text}
+        if kind is Kind.REASONING:
+            return {"reasoning_content": text}
+        begins = kind is Kind.CALL
+        function: answers.FunctionDelta = {"name": text, "arguments": ""} if begins else {"arguments": text}
         if self._chat.functions:
-            return {"function_call": {"arguments": event.fragment}}
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
+            return {"function_call": function}
+        if begins:
+            return {"tool_calls": [{"index": index, "id": new_call_id(), "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": index, "function": function}]}
 
     def _chunk(self, delta: answers.Delta, finish: answers.ChatFinish | None = None) -> bytes:
         unscored, self._unscored = self._unscored, []

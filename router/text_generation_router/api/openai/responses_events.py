@@ -18,11 +18,12 @@ from pydantic import ConfigDict, with_config
 
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
-from text_generation_router.api.core.one_answer import CachedTokens, Kind, ReplyWriter
+from text_generation_router.api.core.one_answer import CachedTokens, ReplyWriter
 from text_generation_router.api.http.fields import WrittenJson
 from text_generation_router.api.openai.answers import ContentLogprob, ReasoningDetails, WrittenLogprobs, tokens_of
 from text_generation_router.api.openai.responses_input import as_sent, callable_tools
 from text_generation_router.api.openai.responses_schemas import ItemStatus, ResponsesBody, ResponseStatus
+from text_generation_router.chat.events import Kind
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import TokenOutput
 from text_generation_router.web.bodies import ResponseBody
@@ -162,11 +163,11 @@ class ResponseEvent(ResponseBody):
 
 Logprobs = Callable[[Sequence[TokenOutput]], list[ContentLogprob]]
 
-_PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
+_PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.ARGUMENTS: "fc_"}
 _DELTAS = {
     Kind.TEXT: "response.output_text.delta",
     Kind.REASONING: "response.reasoning_text.delta",
-    Kind.CALL: "response.function_call_arguments.delta",
+    Kind.ARGUMENTS: "response.function_call_arguments.delta",
 }
 
 
@@ -212,7 +213,7 @@ class ResponseWriter(ReplyWriter[OutputItem]):
     def block_began(self, kind: Kind, name: str) -> bytes:
         self._item = item = self._new_item(kind, name)
         self._place = {"item_id": item["id"], "output_index": len(self.blocks)}
-        if kind is not Kind.CALL:
+        if kind is not Kind.ARGUMENTS:
             self._place["content_index"] = 0
         self._begins = True
         delta = {"type": _DELTAS[kind], **self._place} | ({"logprobs": []} if kind is Kind.TEXT else {})
@@ -221,7 +222,7 @@ class ResponseWriter(ReplyWriter[OutputItem]):
             orjson.dumps(delta)[:-1],
         )
         began = self._named("response.output_item.added", output_index=len(self.blocks), item=item)
-        if kind is Kind.CALL:
+        if kind is Kind.ARGUMENTS:
             return began
         return began + self._named(
             "response.content_part.added",
@@ -288,24 +289,22 @@ class ResponseWriter(ReplyWriter[OutputItem]):
 
     def _new_item(self, kind: Kind, name: str) -> OutputItem:
         item_id = _PREFIXES[kind] + secrets.token_hex(12)
-        match kind:
-            case Kind.TEXT:
-                return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-            case Kind.REASONING:
-                return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
-            case Kind.CALL:
-                namespace, own = self._origins.get(name, (None, name))
-                call: CallItem = {
-                    "id": item_id,
-                    "type": "function_call",
-                    "status": "in_progress",
-                    "call_id": new_call_id(),
-                    "name": own,
-                    "arguments": "",
-                }
-                if namespace is not None:
-                    call["namespace"] = namespace
-                return call
+        if kind is Kind.TEXT:
+            return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        if kind is Kind.REASONING:
+            return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        namespace, own = self._origins.get(name, (None, name))
+        call: CallItem = {
+            "id": item_id,
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": new_call_id(),
+            "name": own,
+            "arguments": "",
+        }
+        if namespace is not None:
+            call["namespace"] = namespace
+        return call
 
     def _named(self, name: str, /, **fields: object) -> bytes:
         sequence, self._sequence = self._sequence, self._sequence + 1

@@ -28,7 +28,7 @@ class Markers:
     """Finds the first of several fixed texts in a stream, however it is cut."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        texts = tuple(texts)
+        texts = tuple(filter(None, texts))
         # An alternation of plain texts does not backtrack. Without texts it never matches.
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
@@ -78,6 +78,8 @@ class CallParser:
     TAGS_OF_CALLS: ClassVar[frozenset[str]] = frozenset()
     """Texts that stand around calls and are not special tokens."""
     READER: ClassVar[type[JsonCallReader]] = JsonCallReader
+    NAME_KEY: ClassVar = "name"
+    """The key of the name of a call."""
     CALLS: ClassVar[Sequence[CallSyntax]]
     """The ways in which a grammar lets models write calls."""
 
@@ -215,7 +217,7 @@ class CallParser:
         return at
 
     def _begin(self) -> None:
-        self._read(self.READER(self._events, self._tools, "".join(self._opening)))
+        self._read(self.READER(self._events, self._tools, "".join(self._opening), self.NAME_KEY))
 
     def _read(self, reader: CallReader) -> None:
         self._opening.clear()

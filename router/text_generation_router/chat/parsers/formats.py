@@ -10,7 +10,7 @@ Command A, R7B  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "param
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from text_generation_router.chat.events import Event, TextDelta
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Tools
 from text_generation_router.chat.parsers.readers import MAX_NAME, SPACE, ArgumentsReader, JsonCallReader
 from text_generation_router.chat.parsers.syntax import CallSyntax, JsonCall, Pattern, Pieces, Slot
@@ -163,7 +163,7 @@ class PlainParser:
     markers: frozenset[str] = frozenset()
 
     def feed(self, text: str) -> Sequence[Event]:
-        return (TextDelta(text),) if text else ()
+        return (Event(Kind.TEXT, text),) if text else ()
 
     def finish(self) -> Sequence[Event]:
         return ()
@@ -204,16 +204,10 @@ class ApertusParser(ArrayParser, starts=(APERTUS_CALLS,), ends=("<|tools_suffix|
     CALLS = (_array(APERTUS_CALLS, "<|tools_suffix|>", ('{"', Slot.NAME, '": ', Slot.ARGUMENTS, "}")),)
 
 
-class CohereCallReader(JsonCallReader):
-    """Reads `{"tool_name": NAME, "parameters": {…}}`."""
-
-    NAME_KEY = "tool_name"
-
-
 class CohereParser(ArrayParser, starts=(COHERE_CALLS, *_COHERE_FRAMES), ends=("<|END_ACTION|>",)):
     """Format `cohere_command`. The tokens around an answer are dropped."""
 
-    READER = CohereCallReader
+    NAME_KEY = "tool_name"
     CALLS = (
         CallSyntax(
             ('{"tool_call_id": "', Pattern("[0-9]{1,3}"), '", "tool_name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}"),

@@ -8,7 +8,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
-from typing import ClassVar, Final
+from typing import Final
 
 from text_generation_router.chat.events import EventBuffer
 
@@ -178,10 +178,9 @@ class JsonCallReader(CallReader):
     The name must be one of `names`. Arguments may be an object, a string that holds one, or null: `{}`.
     """
 
-    NAME_KEY: ClassVar[str] = "name"
-
-    def __init__(self, events: EventBuffer, names: Collection[str], opening: str) -> None:
+    def __init__(self, events: EventBuffer, names: Collection[str], opening: str, name_key: str) -> None:
         super().__init__(events, started=False)
+        self._name_key = name_key
         self._names = names
         self._raw = [opening]
         self._held: list[str] = []
@@ -225,7 +224,7 @@ class JsonCallReader(CallReader):
 
     def _member(self, key: str, char: str) -> Generator[None, str, None] | tuple[()]:
         """Return the reader of the member whose value begins with `char`; empty for one that is skipped."""
-        if key == self.NAME_KEY and not self.started:
+        if key == self._name_key and not self.started:
             return self._name(char)
         if key in ("arguments", "parameters") and not self.complete:
             return self._arguments(char)

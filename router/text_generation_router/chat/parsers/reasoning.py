@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from text_generation_router.chat.events import Event, OutputParser, ReasoningDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, Kind, OutputParser
 from text_generation_router.chat.parsers.base import Markers
 
 THINK: Final = "<think>"
@@ -54,7 +54,7 @@ class ReasoningParser:
         if self._phase == self._inside:
             newlines = "\n" * self._newlines if self._has_reasoning else ""
             if newlines or self._rest:
-                events.append(ReasoningDelta(newlines + self._rest))
+                events.append(Event(Kind.REASONING, newlines + self._rest))
         return [*events, *self._inner.finish()]
 
     def _before(self, text: str) -> list[Event]:
@@ -96,7 +96,7 @@ class ReasoningParser:
             return []
         self._newlines = newlines
         self._has_reasoning = True
-        return [ReasoningDelta("\n" * before + body)]
+        return [Event(Kind.REASONING, "\n" * before + body)]
 
     def _after(self, text: str) -> list[Event]:
         text = text.lstrip("\n")
@@ -118,11 +118,7 @@ class FirstCall:
         self.markers = inner.markers
 
     def feed(self, text: str) -> Sequence[Event]:
-        return _without_further_calls(self._inner.feed(text))
+        return [event for event in self._inner.feed(text) if not event.call]
 
     def finish(self) -> Sequence[Event]:
-        return _without_further_calls(self._inner.finish())
-
-
-def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
-    return [event for event in events if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0]
+        return [event for event in self._inner.finish() if not event.call]

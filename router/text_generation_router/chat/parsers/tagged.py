@@ -60,32 +60,24 @@ class Tags:
         self.call, name_end, self.call_end = call
         self.lines = lines
         self.all = frozenset((*block, *key, *value, *call)) - {"", ">"}
-        self.in_text = _markers(self.block, self.block_end, self.call)
-        self.calls = _markers(self.call)
-        self.name_end = _markers(name_end) if name_end else _markers(self.key, self.block_end)
+        self.in_text = Markers((self.block, self.block_end, self.call))
+        self.calls = Markers((self.call,))
+        self.name_end = Markers((name_end,) if name_end else (self.key, self.block_end))
         self.name_ends_before = not name_end
-        self.members = _markers(self.key, self.call_end, self.block_end)
-        self.key_end = _markers(key[1])
-        self.values = _markers(self.value)
-        self.value_ends = _markers(self.value_end, self.key, self.call_end)
-        self.block_ends = _markers(self.block_end)
-        self.after_call = _markers(self.call, self.block_end)
-        self.syntax = self._syntax((quote, *attributes, key[1]), name_end, quote)
-
-    def _syntax(self, key_end: Pieces, name_end: str, quote: str) -> CallSyntax:
+        self.members = Markers((self.key, self.call_end, self.block_end))
+        self.key_end = Markers((key[1],))
+        self.values = Markers((self.value,))
+        self.value_ends = Markers((self.value_end, self.key, self.call_end))
+        self.block_ends = Markers((self.block_end,))
+        self.after_call = Markers((self.call, self.block_end))
         gap = Slot.GAP
-        value = (gap, self.value) if self.value else ()
-        member = (self.key + quote, Slot.KEY, *key_end, *value, Until(self.value_end), gap)
-        if not self.call:
-            return CallSyntax((self.block, Slot.NAME, gap, Repeat(member), self.block_end), blocks=True)
-        head = (self.call + quote, Slot.NAME, quote + name_end)
-        return CallSyntax(
-            (*head, gap, Repeat(member), self.call_end, gap), (self.block, gap), (), (self.block_end,), blocks=True
-        )
-
-
-def _markers(*tags: str) -> Markers:
-    return Markers(filter(None, tags))
+        before_value = (gap, self.value) if self.value else ()
+        key_and_value = (self.key + quote, Slot.KEY, quote, *attributes, key[1], *before_value, Until(self.value_end))
+        members = (gap, Repeat((*key_and_value, gap)))
+        self.syntax = CallSyntax((self.block, Slot.NAME, *members, self.block_end), blocks=True)
+        if self.call:
+            whole = (self.call + quote, Slot.NAME, quote + name_end, *members, self.call_end, gap)
+            self.syntax = CallSyntax(whole, (self.block, gap), (), (self.block_end,), blocks=True)
 
 
 class TaggedParser(CallParser):

@@ -13,7 +13,7 @@ from text_generation_proto.values import FinishReason
 from text_generation_router.api.anthropic.messages import MessageWriter, whole_input
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
-from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
 
 NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
@@ -28,14 +28,14 @@ def written(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[st
 def test_reasoning_texts_and_tool_uses_are_separate_blocks_in_anthropics_order() -> None:
     read, whole = written(
         [
-            ReasoningDelta("hm"),
-            TextDelta("Hel"),
-            TextDelta('"lo"\n'),
-            ToolCallStart(0, "look"),
-            ToolCallArguments(0, '{"a":'),
-            ToolCallArguments(0, '"ü"}'),
-            ToolCallStart(1, "stop"),
-            ToolCallArguments(1, "{}"),
+            Event(Kind.REASONING, "hm"),
+            Event(Kind.TEXT, "Hel"),
+            Event(Kind.TEXT, '"lo"\n'),
+            Event(Kind.CALL, "look"),
+            Event(Kind.ARGUMENTS, '{"a":'),
+            Event(Kind.ARGUMENTS, '"ü"}'),
+            Event(Kind.CALL, "stop", 1),
+            Event(Kind.ARGUMENTS, "{}", 1),
         ],
         ending(Finish.TOOL_CALLS),
     )
@@ -81,7 +81,7 @@ def test_reasoning_texts_and_tool_uses_are_separate_blocks_in_anthropics_order()
 def test_stop_reasons(
     finish: Finish, reason: FinishReason, stop: str | None, told_reason: str, told_stop: str | None
 ) -> None:
-    read, whole = written([TextDelta("a")], ending(finish, reason, stop))
+    read, whole = written([Event(Kind.TEXT, "a")], ending(finish, reason, stop))
     assert (whole["stop_reason"], whole["stop_sequence"]) == (told_reason, told_stop)
     assert read[-2]["delta"] == {"stop_reason": told_reason, "stop_sequence": told_stop}
 
@@ -98,7 +98,7 @@ def test_an_incomplete_input_is_empty(arguments: str) -> None:
 
 def test_an_input_may_be_deep() -> None:
     deep = '{"a":' * 500 + "1" + "}" * 500
-    _, whole = written([ToolCallStart(0, "f"), ToolCallArguments(0, deep)])
+    _, whole = written([Event(Kind.CALL, "f"), Event(Kind.ARGUMENTS, deep)])
     assert orjson.loads(deep) == whole["content"][0]["input"]
 
 

@@ -13,21 +13,21 @@ from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseWriter
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
-from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
 from text_generation_router.generation import TokenOutput
 
 NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
 EVERYTHING: list[Event] = [
-    ReasoningDelta("hm"),
-    ReasoningDelta(" yes"),
-    TextDelta("I'll "),
-    TextDelta('look "it" up\n'),
-    ToolCallStart(0, "look"),
-    ToolCallArguments(0, '{"a":'),
-    ToolCallArguments(0, '"ü"}'),
-    ToolCallStart(1, "stop"),
-    ToolCallArguments(1, "{}"),
+    Event(Kind.REASONING, "hm"),
+    Event(Kind.REASONING, " yes"),
+    Event(Kind.TEXT, "I'll "),
+    Event(Kind.TEXT, 'look "it" up\n'),
+    Event(Kind.CALL, "look"),
+    Event(Kind.ARGUMENTS, '{"a":'),
+    Event(Kind.ARGUMENTS, '"ü"}'),
+    Event(Kind.CALL, "stop", 1),
+    Event(Kind.ARGUMENTS, "{}", 1),
 ]
 
 
@@ -61,13 +61,13 @@ def scored(*tokens: tuple[str, list[Event]]) -> tuple[ResponseWriter, bytes]:
 def test_log_probabilities_are_those_of_the_text_alone() -> None:
     """A parser may hold text back, and the tokens of calls and of markers are not part of the text."""
     writer, stream = scored(
-        ("hm", [ReasoningDelta("hm")]),
+        ("hm", [Event(Kind.REASONING, "hm")]),
         ("</think>", []),
-        ("a<", [TextDelta("a")]),
+        ("a<", [Event(Kind.TEXT, "a")]),
         ("b", []),
-        ("c", [TextDelta("<bc")]),
+        ("c", [Event(Kind.TEXT, "<bc")]),
         ("<call>", []),
-        ("f", [ToolCallStart(0, "f"), ToolCallArguments(0, "{}")]),
+        ("f", [Event(Kind.CALL, "f"), Event(Kind.ARGUMENTS, "{}")]),
     )
     read = read_events(stream + writer.end(ending(Finish.TOOL_CALLS)))
     check_types(read, RESPONSES)
@@ -80,7 +80,7 @@ def test_log_probabilities_are_those_of_the_text_alone() -> None:
 
 def test_markers_before_the_first_text_have_no_log_probabilities() -> None:
     # The third and the fourth token are one character.
-    _, stream = scored(("final", []), ("<|message|>", []), ("", []), ("é", [TextDelta("é")]))
+    _, stream = scored(("final", []), ("<|message|>", []), ("", []), ("é", [Event(Kind.TEXT, "é")]))
     [delta] = [event for event in read_events(stream) if event["type"] == "response.output_text.delta"]
     assert [score["token"] for score in delta["logprobs"]] == ["", "é"]
 
@@ -118,7 +118,7 @@ def test_reasoning_texts_and_calls_are_separate_items_in_openais_order() -> None
 
 
 def test_an_answer_cut_by_its_length_is_incomplete_in_its_last_item() -> None:
-    read, whole = written([TextDelta("Hel"), ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')], Finish.LENGTH)
+    read, whole = written([Event(Kind.TEXT, "Hel"), Event(Kind.CALL, "f"), Event(Kind.ARGUMENTS, '{"a')], Finish.LENGTH)
     assert read[-1]["type"] == "response.incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
@@ -141,7 +141,7 @@ def failed(error: ServingError, before: list[Event]) -> list[dict[str, Any]]:
 
 
 def test_a_failure_keeps_the_output_before_it() -> None:
-    read = failed(GenerationFailed("no memory"), [TextDelta("Hel")])
+    read = failed(GenerationFailed("no memory"), [Event(Kind.TEXT, "Hel")])
     response = read[-1]["response"]
     assert read[-1]["type"] == "response.failed"
     assert response["status"] == "failed"

@@ -16,7 +16,7 @@ from text_generation_router.api.openai.responses_input import HOSTED, to_convers
 from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, ResponsesBody
 from text_generation_router.api.openai.schemas import MAX_PARTS
 from text_generation_router.chat.conversation import ToolChoice, ToolMode
-from text_generation_router.chat.events import Event, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.errors import InvalidRequest
 
 Json = dict[str, Any]
@@ -130,7 +130,7 @@ def test_a_call_in_the_input_has_the_name_that_the_model_used() -> None:
 def written(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     """Return the events of a stream that calls the function of this name, and the whole reply."""
     writer = ResponseWriter(body(tools=tools), NAMED, 7, lambda: 0)
-    events: list[Event] = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
+    events: list[Event] = [Event(Kind.TEXT, "Hm."), Event(Kind.CALL, called), Event(Kind.ARGUMENTS, "{}")]
     return write_answer(writer, events, ending(Finish.TOOL_CALLS), RESPONSES, Response)
 
 

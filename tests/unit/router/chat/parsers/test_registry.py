@@ -9,7 +9,7 @@ from json_call_answers import TOOLS
 from model_answers import TABLES
 from parser_events import Call, read_parts
 
-from text_generation_router.chat.events import TextDelta, ToolCallStart
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.chat.parsers import (
     FORMATS,
     NAMES,
@@ -106,12 +106,12 @@ def test_special_tokens_that_must_be_fed() -> None:
 def test_names_have_a_maximum_length() -> None:
     longest = "x" * MAX_NAME
     parser = create_parser("json", tools={longest: {}, longest + "x": {}})
-    assert parser.feed(f'{{"name": "{longest}"') == [ToolCallStart(0, longest)]
+    assert parser.feed(f'{{"name": "{longest}"') == [Event(Kind.CALL, longest)]
     parser = create_parser("json", tools={longest: {}, longest + "x": {}})
-    assert parser.feed(f'{{"name": "{longest}x') == [TextDelta(f'{{"name": "{longest}x')]
+    assert parser.feed(f'{{"name": "{longest}x') == [Event(Kind.TEXT, f'{{"name": "{longest}x')]
 
 
 def test_held_back_arguments_have_a_maximum_length() -> None:
     parser = create_parser("json", tools={"f": {}})
     started = '{"arguments": {"a": "' + "x" * MAX_HELD
-    assert parser.feed(started) == [TextDelta(started)]
+    assert parser.feed(started) == [Event(Kind.TEXT, started)]
