@@ -6,11 +6,11 @@ such a template would stop the event loop. A render takes 0.03 ms in this proces
 """
 
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
-from typing import Any, Self
+from typing import Self
 
 import orjson
 
@@ -110,9 +110,8 @@ class TemplateRenderer:
 
     async def render(self, conversation: Conversation, tenant: TenantId = DEFAULT_TENANT) -> str:
         """Return the prompt. Raises TemplateError, InvalidRequest, Overloaded, CannotKeepUp, Unhealthy; as `template_input` does."""
-        request, payload = await run_in_thread_if_large(
-            lambda: self._input(conversation), large=len(conversation.messages) > MAX_INLINE_MESSAGES
-        )
+        large = len(conversation.messages) > MAX_INLINE_MESSAGES
+        payload, trim = await run_in_thread_if_large(lambda: template_input(conversation, self._templates), large=large)
         try:
             text = (await self._sandbox.call(payload, tenant)).decode()
         except SandboxTimeout as error:
@@ -125,7 +124,7 @@ class TemplateRenderer:
             if str(error).startswith(TOO_LONG):
                 raise _too_long(f"{MAX_CHARACTERS} characters as a text") from error
             raise TemplateError(str(error)) from error
-        return text.rstrip() if request.trim else text
+        return text.rstrip() if trim else text
 
     async def unrepeated_endings(self, conversation: Conversation, text: str, tenant: TenantId) -> set[str]:
         """Return the endings of a prompt `text` that its next turn does not repeat, such as the start of the reasoning.
@@ -171,13 +170,6 @@ class TemplateRenderer:
         # os.path.commonprefix would hold the event loop for 60 ms a million characters; this takes 2.
         return text[bisect(range(1, len(text) + 1), 0, key=lambda count: not longer.startswith(text[:count])) :]
 
-    def _input(self, conversation: Conversation) -> "tuple[TemplateInput, bytes]":
-        request = template_input(conversation, self._templates)
-        payload = request.to_json()
-        if len(payload) > MAX_INPUT_BYTES:
-            raise _too_long(f"{MAX_INPUT_BYTES} bytes as JSON")
-        return request, payload
-
 
 def _too_long(limit: str) -> InvalidRequest:
     """Return the error for a conversation above `limit`. Clients find it by its code or its words, then they shorten it."""
@@ -185,30 +177,11 @@ def _too_long(limit: str) -> InvalidRequest:
     return InvalidRequest(text, param="messages", code=ContextLengthExceeded.openai_code)
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateInput:
-    """The input of one rendering."""
-
-    template: str
-    """The name of the template."""
-    variables: Mapping[str, Any]
-    continue_final: bool
-    """Cut the text after the content of the final message."""
-    trim: bool
-    """Remove whitespace at the end of the cut text, as TGI does if the request did not ask to continue."""
-
-    def to_json(self) -> bytes:
-        """Return the input of the worker's job. Raises TemplateError."""
-        request = {"template": self.template, "variables": self.variables, "continue_final": self.continue_final}
-        try:
-            return orjson.dumps(request)
-        except orjson.JSONEncodeError as error:
-            raise TemplateError(f"the messages cannot be passed to the template: {error}") from error
-
-
-def template_input(conversation: Conversation, templates: ChatTemplates) -> "TemplateInput":
+def template_input(conversation: Conversation, templates: ChatTemplates) -> tuple[bytes, bool]:
     """Choose the template and its variables, with all tools of `conversation`, also if the tool choice excludes them.
 
+    Return the input of the worker's job, and True if whitespace at the end of the text is to be removed, as TGI does where it
+    continues the final message unasked.
     Raises TemplateError; InvalidRequest for no messages and for reserved template arguments.
     """
     if not conversation.messages:
@@ -238,9 +211,13 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> "Tem
         "tools": [template_tool(tool, described=is_harmony) for tool in tools] if tools and knows_tools else None,
         "add_generation_prompt": conversation.add_generation_prompt and not continue_final,
     }
-    return TemplateInput(
-        name, variables, continue_final, trim=continue_final and conversation.continue_final_message is None
-    )
+    try:
+        payload = orjson.dumps({"template": name, "variables": variables, "continue_final": continue_final})
+    except orjson.JSONEncodeError as error:
+        raise TemplateError(f"the messages cannot be passed to the template: {error}") from error
+    if len(payload) > MAX_INPUT_BYTES:
+        raise _too_long(f"{MAX_INPUT_BYTES} bytes as JSON")
+    return payload, continue_final and conversation.continue_final_message is None
 
 
 def tool_appendix(tools: Sequence[Tool], tool_prompt: str | None, *, knows_tools: bool) -> str:

@@ -11,6 +11,9 @@ from text_generation_router.api.tgi.schemas import CompatGenerateBody
 from text_generation_router.web.bodies import parse_json, validate
 from text_generation_router.web.body_errors import InvalidBody
 
+_SCHEMAS: dict[str, type[CompatGenerateBody | ChatBody | CompletionBody]] = {
+    "inputs": CompatGenerateBody, "messages": ChatBody, "prompt": CompletionBody,
+}  # fmt: skip
 InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
 """Body of /invocations. The first present key of `inputs`, `messages` and `prompt` selects the type."""
 
@@ -36,11 +39,7 @@ class SageMakerRoutes:
 
 
 def _invocation(value: object) -> InvocationBody:
-    keys = value if isinstance(value, dict) else {}
-    if "inputs" in keys:
-        return validate(value, CompatGenerateBody)
-    if "messages" in keys:
-        return validate(value, ChatBody)
-    if "prompt" in keys:
-        return validate(value, CompletionBody)
+    for key, schema in _SCHEMAS.items():
+        if isinstance(value, dict) and key in value:
+            return validate(value, schema)
     raise InvalidBody("the body must have `inputs`, `messages` or `prompt`")

@@ -188,18 +188,14 @@ class AnswerForm:
         return FirstCall(inner) if self.one_call else inner
 
 
+@dataclass(frozen=True, slots=True)
 class ChatPreparer:
-    def __init__(
-        self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: tuple[str, str] | None
-    ) -> None:
-        self._serving = serving
-        self._renderer = renderer
-        self._call_format = call_format
-        """The format of unconstrained tool calls of this model."""
-        self._reasoning = reasoning
-        """The markers of the reasoning that is split from the text."""
-        self._any_tool = serving.settings.config.forward_unknown_tools and not FORMATS[call_format].unmarked
-        """Calls of tools that the request does not have are calls."""
+    serving: Serving
+    renderer: TemplateRenderer
+    call_format: str
+    """The format of unconstrained tool calls of this model."""
+    reasoning: tuple[str, str] | None
+    """The markers of the reasoning that is split from the text."""
 
     async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:
         """Return the prompt text, in which images have no tokens yet. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
@@ -210,15 +206,15 @@ class ChatPreparer:
         shown, prompt = await self._rendered(conversation, _usable_tools(conversation), tenant)
         images = shown.images
         # Images take memory like those of an answer.
-        async with self._serving.permits.take(1, tenant) if images else nullcontext():
-            return await self._serving.preparer.count_tokens(prompt, images, tenant)
+        async with self.serving.permits.take(1, tenant) if images else nullcontext():
+            return await self.serving.preparer.count_tokens(prompt, images, tenant)
 
     async def _rendered(
         self, conversation: Conversation, tools: Sequence[Tool], tenant: TenantId
     ) -> tuple[Conversation, str]:
         """Return the chat as the template gets it, and the prompt text."""
-        shown = self._serving.preparer.with_images(replace(conversation, tools=tools))
-        return shown, await self._renderer.render(shown, tenant)
+        shown = self.serving.preparer.with_images(replace(conversation, tools=tools))
+        return shown, await self.renderer.render(shown, tenant)
 
     async def prepare(
         self, conversation: Conversation, options: GenerationOptions, qos: QualityOfService, count: int = 1
@@ -231,11 +227,11 @@ class ChatPreparer:
         options = replace(
             options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        requests = await self._serving.preparer.prepare(prompt, options, qos, count, shown.images)
+        requests = await self.serving.preparer.prepare(prompt, options, qos, count, shown.images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
-        if self._serving.settings.limits.marks_turns and conversation.add_generation_prompt:
-            endings = await self._renderer.unrepeated_endings(shown, text, qos.tenant)
-            ends = {await self._serving.preparer.tokens_before(each + continuation, requests[0]) for each in endings}
+        if self.serving.settings.limits.marks_turns and conversation.add_generation_prompt:
+            endings = await self.renderer.unrepeated_endings(shown, text, qos.tenant)
+            ends = {await self.serving.preparer.tokens_before(each + continuation, requests[0]) for each in endings}
             requests = [replace(request, turn_ends=tuple(sorted(ends))) for request in requests]
         return ChatRequest(requests, prompt, form)
 
@@ -252,7 +248,7 @@ class ChatPreparer:
                     lambda: self._form(conversation, strict, prompt), large=large
                 )
                 if grammar is not None:
-                    grammar = await self._serving.preparer.proven(grammar, tenant)
+                    grammar = await self.serving.preparer.proven(grammar, tenant)
                 return form, grammar, continuation
         return await run_in_thread_if_large(lambda: self._form(conversation, tools, prompt), large=large)
 
@@ -260,10 +256,10 @@ class ChatPreparer:
         self, conversation: Conversation, tools: Sequence[Tool], prompt: str
     ) -> "tuple[AnswerForm, Grammar | None, str]":
         """Return the format of the answer, its grammar, and what continues the prompt before it."""
-        own = FORMATS[self._call_format]
+        own = FORMATS[self.call_format]
         schemas = {tool.name: tool.parameters for tool in tools}
         one_call = not conversation.parallel_tool_calls
-        markers = self._reasoning or (THINK, END_THINK)
+        markers = self.reasoning or (THINK, END_THINK)
         starts_inside = starts_in_reasoning(prompt, markers[0])
         begun = begun_answer(prompt, own.assistant)
         # A constrained answer leaves no room for reasoning.
@@ -279,7 +275,7 @@ class ChatPreparer:
             grammar = self._strict_calls(tools, markers)
         else:
             before: Pieces = (Repeat(own.thought),) if own.thought else ()
-            if self._reasoning is not None and not own.has_channels:
+            if self.reasoning is not None and not own.has_channels:
                 rest = (Until(markers[1]), Slot.GAP)
                 before = rest if starts_inside else (Repeat((markers[0], *rest)),)
                 continuation = ""
@@ -287,15 +283,17 @@ class ChatPreparer:
                 tools,
                 own.calls,
                 grammar,
-                self._serving.tokenizer.markers,
+                self.serving.tokenizer.markers,
                 before=before,
                 answer_start=own.answer_start,
                 one_call=one_call,
             )
+        # Calls of tools that the request does not have are calls.
+        any_tool = self.serving.settings.config.forward_unknown_tools and not own.unmarked
         form = AnswerForm(
-            self._call_format if tools or own.has_channels else PLAIN,
-            AnyTools(schemas) if tools and self._any_tool else schemas,
-            None if own.has_channels else self._reasoning,
+            self.call_format if tools or own.has_channels else PLAIN,
+            AnyTools(schemas) if tools and any_tool else schemas,
+            None if own.has_channels else self.reasoning,
             starts_inside,
             one_call,
             begun,
@@ -304,18 +302,16 @@ class ChatPreparer:
 
     def _strict_calls(self, tools: Sequence[Tool], reasoning: Sequence[str]) -> Grammar | None:
         """Return a grammar for free text with calls, if all tools are strict and the calls are JSON in markers."""
-        serves = self._call_format == "hermes" and self._serving.preparer.serves_grammar(GrammarKind.LARK)
+        serves = self.call_format == "hermes" and self.serving.preparer.serves_grammar(GrammarKind.LARK)
         if not tools or not serves or not all(tool.strict for tool in tools):
             return None
-        return auto_tools(tools, *HERMES_CALL, self._serving.tokenizer.markers, reasoning)
+        return auto_tools(tools, *HERMES_CALL, self.serving.tokenizer.markers, reasoning)
 
     def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:
         markers = parser.markers
         if not markers:
             return frozenset()
-        return frozenset(
-            token_id for token_id, text in self._serving.tokenizer.special_texts.items() if text in markers
-        )
+        return frozenset(token_id for token_id, text in self.serving.tokenizer.special_texts.items() if text in markers)
 
 
 def finish_of(ending: GenerationResult, *, calls: bool) -> Finish:

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import chain
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 import orjson
 from aiohttp import web
@@ -52,7 +51,7 @@ async def answer_tokens(
     after: bytes = b"",
 ) -> web.StreamResponse:
     """Answer with the list of the tokens of `text`; `before` and `after` are the JSON around the list."""
-    chunks = chain([before], tokens_json(text, encoding), [after])
+    chunks = _list_json(simple_tokens(text, encoding), before, after)
     return await json_parts_response(request, _parts(chunks, slices, large=len(encoding.ids) > CHUNK_TOKENS), {})
 
 
@@ -60,8 +59,9 @@ async def answer_ids(
     request: web.Request, ids: Sequence[TokenId], max_model_len: int, slices: asyncio.Lock
 ) -> web.StreamResponse:
     """Answer with a TokenIdsAnswer."""
-    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
-    chunks = chain([head], _ids_json(ids), [b"]}"])
+    head = b'{"count":%d,"max_model_len":%d,"tokens":' % (len(ids), max_model_len)
+    parts = (list(ids[first : first + CHUNK_IDS]) for first in range(0, len(ids), CHUNK_IDS))
+    chunks = _list_json(parts, head, b"}")
     return await json_parts_response(request, _parts(chunks, slices, large=len(ids) > CHUNK_IDS), {})
 
 
@@ -83,20 +83,21 @@ async def _parts(chunks: Iterator[bytes], slices: asyncio.Lock, *, large: bool) 
             await asyncio.sleep(time.perf_counter() - started)
 
 
-def _ids_json(ids: Sequence[TokenId]) -> Iterator[bytes]:
-    before = b""
-    for first in range(0, len(ids), CHUNK_IDS):
-        yield before + orjson.dumps(list(ids[first : first + CHUNK_IDS]))[1:-1]
-        before = b","
+def _list_json(parts: Iterable[Sequence[object]], before: bytes, after: bytes) -> Iterator[bytes]:
+    """Yield a list as JSON, a chunk for each part of it; `before` and `after` are the JSON around it."""
+    begin = before + b"["
+    for part in parts:
+        yield begin + orjson.dumps(part)[1:-1]
+        begin = b","
+    yield (begin if begin != b"," else b"") + b"]" + after
 
 
-def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
-    """A list of SimpleToken, in chunks of CHUNK_TOKENS tokens.
+def simple_tokens(text: str, encoding: Encoding) -> Iterator[list[SimpleToken]]:
+    """Yield the tokens of a text, CHUNK_TOKENS at a time.
 
     The tokenizer counts characters, TGI counts bytes. A token that is part of a character stands for all of it.
     """
     at_character = at_byte = 0
-    before = b"["
     for first in range(0, len(encoding.ids), CHUNK_TOKENS):
         tokens: list[SimpleToken] = []
         chunk = slice(first, first + CHUNK_TOKENS)
@@ -113,9 +114,7 @@ def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
             at_character = start
             piece = text[start:stop]
             tokens.append({"id": token_id, "text": piece, "start": at_byte, "stop": at_byte + _bytes(piece)})
-        yield before + orjson.dumps(tokens)[1:-1]
-        before = b","
-    yield b"[]" if not encoding.ids else b"]"
+        yield tokens
 
 
 def _bytes(text: str) -> int:

@@ -130,12 +130,11 @@ class AssistantMessage(ResponseBody):
 
 
 ChatFinish = TypeAliasType("ChatFinish", Literal["stop", "length", "tool_calls", "function_call"])
-CHAT_FINISH: dict[Finish, ChatFinish] = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.TOOL_CALLS: "tool_calls"}
 
 
 def chat_finish(finish: Finish, *, functions: bool) -> ChatFinish:
     """Return the finish reason; `functions`: the request has `functions` in place of `tools`."""
-    return "function_call" if functions and finish is Finish.TOOL_CALLS else CHAT_FINISH[finish]
+    return "function_call" if functions and finish is Finish.TOOL_CALLS else finish.value
 
 
 CompletionFinish = TypeAliasType("CompletionFinish", Literal["stop", "length"])

@@ -62,14 +62,9 @@ def completion_options(body: CompletionBody) -> GenerationOptions:
         top_n, prompt=bool(body.echo) and scored, prompt_top_n=top_n if body.echo else 0, tokens=scored
     )
     max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
-    return _options(
-        body,
-        Api.COMPLETIONS,
-        max_tokens,
-        logprobs,
-        add_special_tokens=body.add_special_tokens is not False,
-        grammar=asked_grammar(body),
-    )
+    grammar = asked_grammar(body)
+    options = _options(body, Api.COMPLETIONS, max_tokens, logprobs)
+    return replace(options, add_special_tokens=body.add_special_tokens is not False, grammar=grammar)
 
 
 def asked_grammar(body: OpenAIBody) -> Grammar | None:
@@ -82,15 +77,7 @@ def asked_grammar(body: OpenAIBody) -> Grammar | None:
     return form or other
 
 
-def _options(
-    body: OpenAIBody,
-    api: Api,
-    max_tokens: int | None,
-    logprobs: LogprobOptions,
-    *,
-    add_special_tokens: bool = True,
-    grammar: Grammar | None = None,
-) -> GenerationOptions:
+def _options(body: OpenAIBody, api: Api, max_tokens: int | None, logprobs: LogprobOptions) -> GenerationOptions:
     if body.prompt_logprobs is not None:
         if body.stream:
             raise NotSupported("`prompt_logprobs` is not supported with `stream`")
@@ -110,8 +97,6 @@ def _options(
         keep_stop_text=bool(body.include_stop_str_in_output or body.no_stop_trim),
         truncate=body.truncate_prompt_tokens,
         logprobs=logprobs,
-        grammar=grammar,
-        add_special_tokens=add_special_tokens,
     )
 
 

@@ -6,7 +6,6 @@ from typing import Literal, NotRequired, TypeVar, cast
 import orjson
 from typing_extensions import TypeAliasType
 
-from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.serving import Collector, paced
 from text_generation_router.api.http.fields import WrittenLogprob
 from text_generation_router.api.http.record import GenerationRecord
@@ -98,13 +97,6 @@ class StreamEvent(ResponseBody):
     details: StreamDetails | None
 
 
-_REASONS: dict[FinishReason, TgiFinishReason] = {
-    FinishReason.LENGTH: "length",
-    FinishReason.EOS_TOKEN: "eos_token",
-    FinishReason.STOP_SEQUENCE: "stop_sequence",
-}
-
-
 class TokenEvents(Sink):
     """The sink of a streamed text: one event per token."""
 
@@ -184,7 +176,7 @@ def _generated_text(ending: GenerationResult, body: GenerateBody) -> str:
 def _ended(ending: GenerationResult, request: Request) -> Ended:
     """The end of a sequence; its seed, if the request was sampled."""
     seed = None if request.sampling.greedy else request.sampling.seed
-    return {"finish_reason": _REASONS[ending.reason], "generated_tokens": ending.generated_tokens, "seed": seed}
+    return {"finish_reason": ending.reason.value, "generated_tokens": ending.generated_tokens, "seed": seed}
 
 
 def _token(output: TokenOutput) -> TokenAnswer:

@@ -29,7 +29,7 @@ NOW_FOR_TGI = '{"type":"function","function":{"description":null,"name":"now","a
 
 
 def variables(conversation: Conversation, templates: ChatTemplates = PLAIN) -> Any:  # noqa: ANN401 - as in JSON
-    return json.loads(template_input(conversation, templates).to_json())["variables"]
+    return json.loads(template_input(conversation, templates)[0])["variables"]
 
 
 def test_all_variables_of_a_template() -> None:
@@ -113,10 +113,11 @@ def test_a_message_without_text_and_one_to_be_continued_are_not_edited() -> None
 def test_when_the_last_message_is_continued(
     messages: list[Json], asked: bool | None, continues: bool, trims: bool
 ) -> None:
-    request = template_input(Conversation(messages, continue_final_message=asked), PLAIN)
-    assert request.continue_final is continues
-    assert request.trim is trims
-    assert request.variables["add_generation_prompt"] is not continues
+    payload, trim = template_input(Conversation(messages, continue_final_message=asked), PLAIN)
+    request = json.loads(payload)
+    assert request["continue_final"] is continues
+    assert trim is trims
+    assert request["variables"]["add_generation_prompt"] is not continues
 
 
 def test_a_message_as_transformers_passes_it() -> None:

@@ -76,9 +76,9 @@ CONVERSATIONS: dict[str, list[Json]] = {
 
 
 def ours(templates: ChatTemplates, conversation: Conversation) -> str:
-    request = template_input(conversation, templates)
+    payload, _ = template_input(conversation, templates)
     job = renderer({"sources": dict(templates.sources), "max_characters": 100_000})()
-    return job(request.to_json()).decode()
+    return job(payload).decode()
 
 
 def theirs(template: str, messages: list[Json], **settings: Any) -> str:  # noqa: ANN401 - theirs
