@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from text_generation_common.command_line import exit_with_usage_error, print_to_end
-from text_generation_common.cpus import usable_cpus
 from text_generation_common.exit_codes import CannotServe, ExitCode
 from text_generation_common.lifeline import open_lifeline
 from text_generation_common.options import options_by_topic
@@ -88,9 +87,7 @@ async def _check(config: LauncherCheckConfig, environ: Mapping[str, str]) -> dic
     with tempfile.TemporaryDirectory(prefix="text-generation-check-") as temporary, open_lifeline() as lifeline_fd:
         folder = await resolve_model(config, environ, GracefulShutdown(), lifeline_fd, Path(temporary))
         host_cache = HostMemory(checked.host_cache_bytes)
-        context = LaunchContext(
-            devices, usable_cpus(), folder, Path(temporary), lifeline_fd, environ=environ, host_cache=host_cache
-        )
+        context = LaunchContext(devices, folder, Path(temporary), lifeline_fd, environ, host_cache=host_cache)
         plan = make_plan(checked, context)
         model = await _check_shard(config, plan) if plan.shards else None
         found = {
@@ -146,24 +143,19 @@ def _check_router(config: RouterConfig, model: Mapping[str, Any] | None) -> dict
         "tool_call_parser": find_call_format(config, templates, tokenizer),
     }
     if model is not None and model.get("blocks") is not None:
-        info = pb.InfoResponse.FromString(bytes.fromhex(model["description"]))
-        host_cache = "host" if any(group.host_blocks for group in _cache_groups(model)) else ""
+        info, groups = pb.InfoResponse.FromString(bytes.fromhex(model["description"])), _cache_groups(model)
+        host_cache = "host" if any(group.host_blocks for group in groups) else ""
         pool = pb.WarmUpResponse(num_blocks=model["blocks"], block_size=model["block_size"], host_cache=host_cache)
         replica = ReplicaInfo(info, pool)
         check_honoured(config, replica)
         limits = resolve_limits(config, replica)
-        tokens = model["blocks"] * model["block_size"]
+        held = [group.blocks_held(limits.max_total_tokens, model["block_size"]) for group in groups]
+        streams = (group.num_blocks // blocks for group, blocks in zip(groups, held, strict=True))
         found |= {
             "max_input_tokens": limits.max_input_tokens,
             "max_total_tokens": limits.max_total_tokens,
-            "kv_cache_tokens": tokens,
-            "full_streams": min(
-                model["max_slots"],
-                *(
-                    group.num_blocks // group.blocks_held(limits.max_total_tokens, model["block_size"])
-                    for group in _cache_groups(model)
-                ),
-            ),
+            "kv_cache_tokens": model["blocks"] * model["block_size"],
+            "full_streams": min(model["max_slots"], *streams),
         }
     return found
 
@@ -215,27 +207,21 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
         yield "weights", f"{_gib(weights)} on each device"
     if usable := memory.get("usable"):
         yield "memory", f"{_gib(usable)} of {_gib(memory['device'] or 0)} may be used on each device"
-        yield (
-            "largest step",
-            f"about {_gib(memory['largest_step'] or 0)}, with graphs and libraries; the start measures it",
-        )
+        step = _gib(memory["largest_step"] or 0)
+        yield "largest step", f"about {step}, with graphs and libraries; the start measures it"
     if token := memory.get("kv_cache_token"):
         yield "KV cache", f"{token:,} bytes a token on each device; about {_gib(memory['kv_cache_left'] or 0)} are left"
-        groups, blocks = _cache_groups(found), [group["blocks"] for group in found["cache_groups"]]
+        groups = _cache_groups(found)
         if len(groups) > 1:
-            yield "cache groups", _sizes(groups, blocks, found)
-        if groups and (host_blocks := [group["host_blocks"] for group in found["cache_groups"]])[0]:
-            yield "host cache", _sizes(groups, host_blocks, found)
+            yield "cache groups", _sizes(groups, [group.num_blocks for group in groups], found)
+        if groups and groups[0].host_blocks:
+            yield "host cache", _sizes(groups, [group.host_blocks for group in groups], found)
     elif memory:
         yield "KV cache", "its size is known once the model is loaded"
     if "kv_cache_tokens" in found:
-        yield (
-            "capacity",
-            (
-                f"about {found['kv_cache_tokens']:,} tokens: {found['full_streams']:,} streams of {found['max_total_tokens']:,} tokens, "
-                f"at most {found['max_slots']:,} shorter ones, in each replica"
-            ),
-        )
+        streams = f"{found['full_streams']:,} streams of {found['max_total_tokens']:,} tokens"
+        most = f"at most {found['max_slots']:,} shorter ones, in each replica"
+        yield "capacity", f"about {found['kv_cache_tokens']:,} tokens: {streams}, {most}"
 
 
 def _sizes(groups: Sequence[CacheGroup], blocks: Sequence[int], found: Mapping[str, Any]) -> str:

@@ -69,8 +69,8 @@ async def run_to_end(
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
     """
-    mark = secrets.token_hex(16)
-    reserve = reserve or DescriptorReserve(0)
+    mark, hung, reserve = secrets.token_hex(16), hung or asyncio.Event(), reserve or DescriptorReserve(0)
+    described = described or asyncio.get_running_loop().create_future()
     with ExitStack() as ours:
         async with reserve.released():
             with ExitStack() as ends_of_child:
@@ -78,8 +78,7 @@ async def run_to_end(
                 output, output_fd = await _open_pipe(ours, ends_of_child)
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
-                    env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)}
-                    | {VARIABLE: log_reader()},
+                    env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd), VARIABLE: log_reader()},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output_fd,
                     stderr=output_fd,
@@ -88,15 +87,7 @@ async def run_to_end(
                 )
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(forward_output(output, spec.name, json_output=spec.config.json_output))
-            watching = tasks.create_task(
-                abort_if_hung(
-                    spec,
-                    process.pid,
-                    heartbeats,
-                    hung or asyncio.Event(),
-                    described or asyncio.get_running_loop().create_future(),
-                )
-            )
+            watching = tasks.create_task(abort_if_hung(spec, process.pid, heartbeats, hung, described))
             companion = None if beside is None else tasks.create_task(beside(process))
             try:
                 log.debug("child started", child=spec.name, pid=process.pid)

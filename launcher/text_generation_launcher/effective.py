@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from text_generation_common.cpus import usable_cpus
 from text_generation_common.effective import DEFAULT, Effective
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.host_memory import HostMemory
@@ -22,7 +21,6 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
     with socket_folder(environ) as folder:
         context = LaunchContext(
             devices,
-            usable_cpus(),
             # The folder of a download is known once it has ended.
             local_folder(config.model_id) or Path(f"<download of {config.model_id}>"),
             folder,

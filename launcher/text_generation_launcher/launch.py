@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from text_generation_common.cpus import usable_cpus
 from text_generation_common.exit_codes import CannotServe, ExitCode, first_error
 from text_generation_common.heartbeat import send_heartbeats
 from text_generation_common.lifeline import open_lifeline
@@ -103,7 +102,6 @@ async def _serve(
         with socket_folder(environ) as folder, host_memory(config.host_cache_bytes, kept) as host_cache:
             context = LaunchContext(
                 devices,
-                usable_cpus(),
                 model_path,
                 folder,
                 lifeline_fd,

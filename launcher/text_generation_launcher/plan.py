@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic_settings import CliApp
 
 from text_generation_common import notify
+from text_generation_common.cpus import usable_cpus
 from text_generation_common.secrets import is_secret
 from text_generation_common.settings import ChildConfig, ProcessConfig
 from text_generation_launcher import mpi
@@ -95,8 +96,6 @@ class LaunchContext:
     """The facts that a plan depends on, apart from the settings."""
 
     devices: Devices
-    cpus: int
-    """CPU cores that the launcher may use."""
     model_path: Path
     socket_folder: Path
     """Default folder of the shards' sockets."""
@@ -107,6 +106,8 @@ class LaunchContext:
     members_file: Path | None = None
     """The file from which the router reads the addresses of shards on other hosts."""
     host_cache: HostMemory = NO_MEMORY
+    cpus: int = dataclasses.field(default_factory=usable_cpus)
+    """CPU cores that the launcher may use."""
 
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:

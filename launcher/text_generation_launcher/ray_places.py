@@ -55,16 +55,14 @@ PATIENCE_S = 10.0
 async def connect() -> Devices:
     """Connect to the cluster that RAY_ADDRESS names, or to the one of this host; return its GPUs. Raises CannotServe."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it would write to our log, and not as JSON
-
-    def connect() -> None:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-
     ours = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: ASYNC230 - it does not block
         os.dup2(nowhere.fileno(), 2)  # until Ray has read that level
     try:
         # In the main thread it would take our handler of SIGTERM. It waits for minutes for a cluster that does not answer.
-        await call_in_daemon(connect, CONNECT_TIMEOUT_S)
+        await call_in_daemon(
+            lambda: ray.init(address="auto", log_to_driver=False, logging_level="ERROR"), CONNECT_TIMEOUT_S
+        )
     except TimeoutError as error:
         address = os.environ.get("RAY_ADDRESS", "the address of this host's")
         raise CannotServe(

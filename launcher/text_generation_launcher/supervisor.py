@@ -53,15 +53,9 @@ class Supervisor:
         # it is given up after a few of them.
         of_router = replace(restarts, stable_after=0.0)
         # The router or its scheduler process, and the HTTP workers, if there are some.
+        units = [RouterUnit(spec, stop, self._reserve) for spec in plan.router]
         self._first, self._workers = (
-            Restarts(
-                [RouterUnit(spec, stop, self._reserve) for spec in specs],
-                of_router,
-                stop,
-                self._answers,
-                self._without_router,
-            )
-            for specs in (plan.router[:1], plan.router[1:])
+            Restarts(each, of_router, stop, self._answers, self._without_router) for each in (units[:1], units[1:])
         )
         self._max_restarts = restarts.max_restarts
 

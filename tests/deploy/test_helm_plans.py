@@ -25,7 +25,7 @@ def planned(pod: Pod) -> LaunchPlan:
     devices = Devices(int(pod.container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)), None)
     check_ports(config, devices)
     folder = Path("/tmp")
-    return make_plan(config, LaunchContext(devices, 16, folder, folder, lifeline_fd=-1, environ={}))
+    return make_plan(config, LaunchContext(devices, folder, folder, lifeline_fd=-1, environ={}, cpus=16))
 
 
 def listeners(pod: Pod) -> list[int]:

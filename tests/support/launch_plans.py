@@ -23,7 +23,7 @@ def context(gpus: int = 0, **changes: object) -> LaunchContext:
     """Return the facts of a machine with 8 cores."""
     devices = Devices(gpus, "NVIDIA H200" if gpus else None)
     folders = (Path("/models/m"), Path("/tmp/tgi-1"))
-    made = LaunchContext(devices, 8, *folders, lifeline_fd=7, environ={"PATH": "/bin"})
+    made = LaunchContext(devices, *folders, lifeline_fd=7, environ={"PATH": "/bin"}, cpus=8)
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
