@@ -24,24 +24,18 @@ FINISH_REASONS_TO_PB = {
     FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_TOKEN,
 }
 FINISH_REASONS_FROM_PB = {value: reason for reason, value in FINISH_REASONS_TO_PB.items()}
+_OF_ROUTER = FailureCode.EXPIRED, FailureCode.LOST
 FAILURE_CODES_TO_PB = {
-    FailureCode.INVALID: pb.FAILURE_CODE_INVALID,
-    FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
-    FailureCode.STEP: pb.FAILURE_CODE_STEP,
-    FailureCode.GRAMMAR: pb.FAILURE_CODE_GRAMMAR,
-    FailureCode.IMAGE: pb.FAILURE_CODE_IMAGE,
+    code: pb.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in FailureCode if code not in _OF_ROUTER
 }
 FAILURE_CODES_FROM_PB = {value: code for code, value in FAILURE_CODES_TO_PB.items()}
 GRAMMAR_KINDS_TO_PB = {
-    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
-    GrammarKind.LARK: pb.GRAMMAR_KIND_LARK,
-    GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
-    GrammarKind.STRUCTURAL_TAG: pb.GRAMMAR_KIND_STRUCTURAL_TAG,
+    kind: pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind if kind.name != "UNSPECIFIED"
 }
 GRAMMAR_KINDS_FROM_PB = {value: kind for kind, value in GRAMMAR_KINDS_TO_PB.items()}
 
 _SAMPLING = [(field.name, field.default) for field in fields(Sampling) if field.name != "greedy"]
+_LISTS = {name for name, neutral in _SAMPLING if neutral == ()}
 
 
 def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
@@ -55,13 +49,7 @@ def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
 def sampling_from_pb(message: pb.Sampling) -> Sampling:
     """Return the value; a field that was not sent is neutral."""
     given = {field.name: value for field, value in message.ListFields()} | {"greedy": message.greedy}
-    if message.logit_bias_ids or message.logit_bias_values:
-        given |= {
-            "logit_bias_ids": tuple(message.logit_bias_ids),
-            "logit_bias_values": tuple(message.logit_bias_values),
-        }
-    if message.allowed_token_ids:
-        given["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    given |= {name: tuple(given[name]) for name in _LISTS & given.keys()}
     if message.bad_word_ids or message.bad_word_lengths:
         ids, lengths = given.pop("bad_word_ids", ()), given.pop("bad_word_lengths", ())
         rest = iter(ids)
@@ -69,15 +57,6 @@ def sampling_from_pb(message: pb.Sampling) -> Sampling:
         fits = sum(lengths) == len(ids)
         given["bad_words"] = tuple(tuple(islice(rest, length)) for length in lengths) if fits else ((),)
     return Sampling(**given)
-
-
-def stopping_to_pb(stopping: Stopping) -> pb.Stopping:
-    return pb.Stopping(
-        max_new_tokens=stopping.max_new_tokens,
-        eos_token_ids=stopping.eos_token_ids,
-        stop_token_ids=stopping.stop_token_ids,
-        min_new_tokens=stopping.min_new_tokens,
-    )
 
 
 def stopping_from_pb(message: pb.Stopping) -> Stopping:

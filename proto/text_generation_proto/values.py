@@ -3,7 +3,7 @@
 Pure: this module imports neither protobuf nor gRPC. `convert` translates.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from text_generation_proto.parameters import Range, parameter, parameters_of
@@ -181,3 +181,8 @@ class WarmUpLimits:
     max_batch_prefill_tokens: int = 0
     max_batch_size: int = 0
     max_batch_total_tokens: int = 0
+
+    @classmethod
+    def of(cls, source: object) -> "WarmUpLimits":
+        """Return the limits that settings, or a message, have by these names."""
+        return cls(*(getattr(source, each.name) or 0 for each in fields(cls)))

@@ -73,12 +73,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
     ) -> pb.WarmUpResponse:
         engine = await self._loaded(context)
         await self._check_leads(context)
-        limits = WarmUpLimits(
-            max_batch_prefill_tokens=request.max_batch_prefill_tokens,
-            max_batch_size=request.max_batch_size,
-            max_batch_total_tokens=request.max_batch_total_tokens,
-        )
-        block_size = engine.info.block_size
+        limits, block_size = WarmUpLimits.of(request), engine.info.block_size
         started = time.monotonic()
         warming = self._owner.warmed_up(limits)
         was_warm = warming is not None and warming.done()

@@ -202,7 +202,7 @@ async def serve(
             metrics.add_shards(cluster, lambda: len(cluster.members))
             stats = OwnStats(metrics, cluster)
             templates = ChatTemplates.load(model, override=chat_template)
-            permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
+            permits = Permits(max_concurrent_requests, partial(scheduler.estimated_wait, for_permit=True))
             link_server = (
                 None if delivery is None else WorkerLinkServer(cluster, delivery, permits, joined, max_unread_bytes)
             )

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Shards:
 
     def __init__(self, config: RouterConfig) -> None:
         """Read the settings. Raises CannotServe."""
-        self._config = config
+        self._config, self._limits = config, WarmUpLimits.of(config)
         self._source = _source("shards", config.shards) if config.shards else StaticSource(config.shard_address)
         if config.peers and not config.shards:
             raise CannotServe("--peers is for routers that share the shards of --shards: it is missing")
@@ -67,17 +68,15 @@ class Shards:
         The shards of --shards come and go: the first that joins will do. Those of --shard-address are all there; one that
         does not answer is left out. Raises CannotServe.
         """
-        config, limits = self._config, _warm_up_limits(self._config)
+        config, limits = self._config, self._limits
         if config.shards:
             joining = join_first(self._source.members(), limits, config, self._on_taken)
         else:
             joining = join_all(config.shard_address, limits, config, config.shard_connect_timeout)
-        joined = await unless_stopped(joining, signals)
-        if joined is None:
+        if (joined := await unless_stopped(joining, signals)) is None:
             return None
-        self.reached = True
-        self._joined = joined
-        model = merge_capabilities(self._joined.values())
+        self.reached, self._joined = True, joined
+        model = merge_capabilities(joined.values())
         check_honoured(config, model)
         return model
 
@@ -107,7 +106,8 @@ class Shards:
                 write("no audits: the engine does not score generated tokens", engine=model.info.engine)
             cluster = Cluster(scheduler, metrics.steps, config.hang_timeout, delivery)
         metrics.add_shards(cluster, lambda: self.known)
-        return cluster, metrics, Permits(config.max_concurrent_requests, cluster.estimated_permit_wait)
+        wait = partial(scheduler.estimated_wait, for_permit=True)
+        return cluster, metrics, Permits(config.max_concurrent_requests, wait)
 
     async def audit(self, events: EventLog) -> None:
         """Run audits until cancelled, if there are any, with their findings among the events of the dashboard."""
@@ -117,10 +117,9 @@ class Shards:
 
     async def drive(self, cluster: Cluster[Any]) -> None:
         """Drive all shards, or those that are assigned to this router."""
-        limits = _warm_up_limits(self._config)
         async with background(*(each.run(cluster.scheduler) for each in self._publishers)):
             if self._peers is None:
-                await cluster.run(known(self), self._joined, limits, self._config)
+                await cluster.run(known(self), self._joined, self._limits, self._config)
                 return
             # Loaded only where it is used: a scheduler process starts without an HTTP client.
             from text_generation_router.discovery.peers import SharedShards
@@ -128,7 +127,7 @@ class Shards:
             shared = SharedShards(self, self._peers, self._config.port, self._config.peer_name)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(shared.run())
-                await cluster.run(shared.members(), self._joined, limits, self._config)
+                await cluster.run(shared.members(), self._joined, self._limits, self._config)
 
 
 def reached_file(config: RouterConfig) -> Path:
@@ -184,14 +183,6 @@ def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
         raise CannotServe(
             "`prefill_replicas` moves sequences by way of a host cache, and this model or its shards have none"
         )
-
-
-def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
-    return WarmUpLimits(
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens or 0,
-        max_batch_size=config.max_batch_size or 0,
-        max_batch_total_tokens=config.max_batch_total_tokens or 0,
-    )
 
 
 def _source(flag: str, text: str) -> Source:

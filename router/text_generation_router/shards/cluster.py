@@ -21,7 +21,7 @@ from text_generation_common.shard_access import ShardAccess
 from text_generation_common.waiting import holds_for
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ModelNotFound, Overloaded, Unhealthy
-from text_generation_router.request import Request, RequestId, RequestProgress, TenantId
+from text_generation_router.request import Request, RequestId, RequestProgress
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 from text_generation_router.shards.adapters import ReplicaAdapters
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
@@ -172,10 +172,6 @@ class Cluster(Generic[Receiver]):
                 log.warning("isolated replica is used again: no other one serves", replica=member.number)
                 self.isolated.remove(name)
                 member.connection.want(wanted=True)
-
-    def estimated_permit_wait(self, tenant: TenantId) -> float | None:
-        """Return the seconds until a request of `tenant` may get a permit, while all are held; None if unknown."""
-        return self.scheduler.estimated_wait(tenant, for_permit=True)
 
     def dispatch(self) -> None:
         """End expired requests, and place queued ones on replicas with room."""

@@ -12,7 +12,7 @@ import orjson
 from text_generation_proto import convert
 from text_generation_proto.copies import CopyEnd
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import FailureCode, GrammarKind, Stopping, TraceContext
+from text_generation_proto.values import FailureCode, TraceContext
 from text_generation_router.request import LogprobJson, TenantId, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
@@ -71,9 +71,9 @@ def _add_sequence(
 ) -> pb.NewSequence:
     """Add a placement without images to orders, where it is made: a long prompt is not copied."""
     request, generated = placement.request, len(placement.generated)
-    stopping = Stopping(
+    stopping = pb.Stopping(
         max_new_tokens=request.max_new_tokens - generated,
-        eos_token_ids=frozenset() if request.ignore_eos else eos_token_ids,
+        eos_token_ids=() if request.ignore_eos else eos_token_ids,
         stop_token_ids=request.stop_token_ids,
         min_new_tokens=max(0, request.min_new_tokens - generated),
     )
@@ -91,7 +91,7 @@ def _add_sequence(
         computed_tokens=placement.cached_tokens,
         further_blocks=[pb.GroupBlocks(first=first, blocks=blocks) for first, blocks in placement.further_blocks],
         sampling=convert.sampling_to_pb(request.sampling),
-        stopping=convert.stopping_to_pb(stopping),
+        stopping=stopping,
         logprobs=convert.logprobs_to_pb(logprobs),
         grammar=None if request.grammar is None else convert.grammar_to_pb(request.grammar),
         adapter=request.adapter,
@@ -108,11 +108,6 @@ def _add_sequence(
 @lru_cache(maxsize=1024)
 def _draft_scope(tenant: TenantId, salt: str) -> str:
     return hashed_salt(f"{tenant}\n{salt}") if tenant or salt else ""
-
-
-def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:
-    """Return the kinds that this version knows."""
-    return frozenset(kind for kind, value in convert.GRAMMAR_KINDS_TO_PB.items() if value in kinds)
 
 
 def hashed_salt(salt: str) -> str:

@@ -8,6 +8,7 @@ from text_generation_common.exit_codes import CannotServe
 from text_generation_common.log import log
 from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.client import ShardClient
+from text_generation_proto.description import difference
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardEnded, ShardTaken, join, merge_capabilities
 from text_generation_router.shards.member import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S
@@ -50,7 +51,7 @@ async def join_all(
         raise CannotServe(f"no shard answers at {', '.join(addresses)}")
     like = merge_capabilities(infos.values())
     for number, info in enumerate(infos.values()):
-        if info is not None and (different := info.differs_from(like)):
+        if info is not None and (different := difference(info.info, like.info)):
             raise CannotServe(f"the shards serve different things; one of number {number}: {different}")
     return infos
 

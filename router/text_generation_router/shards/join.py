@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from text_generation_proto import convert
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.client import ShardClient
 from text_generation_proto.description import difference
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import GrammarKind, WarmUpLimits
 from text_generation_router.scheduling.messages import ReplicaSpec
-from text_generation_router.shards.convert import grammar_kinds_from_pb
 
 
 class CannotJoin(Exception):
@@ -66,11 +66,9 @@ class ReplicaInfo:
 
     @property
     def grammar_kinds(self) -> frozenset[GrammarKind]:
-        return grammar_kinds_from_pb(self.info.grammar_kinds)
-
-    def differs_from(self, other: ReplicaInfo) -> str | None:
-        """Return why requests prepared for `other` cannot run here; None if they can."""
-        return difference(self.info, other.info)
+        """The kinds that this version knows."""
+        known = convert.GRAMMAR_KINDS_FROM_PB
+        return frozenset(known[kind] for kind in self.info.grammar_kinds if kind in known)
 
 
 def merge_capabilities(replicas: Iterable[ReplicaInfo | None]) -> ReplicaInfo:

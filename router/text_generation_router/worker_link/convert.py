@@ -8,7 +8,7 @@ import orjson
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as v1
-from text_generation_proto.values import Stopping, TraceContext
+from text_generation_proto.values import TraceContext
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.errors import GenerationFailed, ServingError, error_classes
 from text_generation_router.request import (
@@ -52,20 +52,22 @@ def text_from_pb(text: bytes) -> str:
 
 def request_to_pb(request: Request, number: RequestId, progress: RequestProgress | None = None) -> pb.Submit:
     """Convert a request without the data of its images, under a number of its own; `progress` if it was accepted before."""
-    qos, trace = request.qos, request.trace or TraceContext("")
-    stopping = Stopping(
-        request.max_new_tokens, stop_token_ids=request.stop_token_ids, min_new_tokens=request.min_new_tokens
+    qos, trace, progressed = request.qos, request.trace or TraceContext(""), progress or RequestProgress()
+    stopping = v1.Stopping(
+        max_new_tokens=request.max_new_tokens,
+        stop_token_ids=request.stop_token_ids,
+        min_new_tokens=request.min_new_tokens,
     )
     return pb.Submit(
         request=number,
         prompt=request.prompt,
         media=[v1.Media(offset=each.offset, tokens=each.tokens, digest=each.image.digest) for each in request.media],
         accepted=progress is not None,
-        generated=() if progress is None else progress.generated,
-        moves=0 if progress is None else progress.moves.total,
-        fruitless_moves=0 if progress is None else progress.moves.fruitless,
+        generated=progressed.generated,
+        moves=progressed.moves.total,
+        fruitless_moves=progressed.moves.fruitless,
         sampling=convert.sampling_to_pb(request.sampling),
-        stopping=convert.stopping_to_pb(stopping),
+        stopping=stopping,
         ignore_eos=request.ignore_eos,
         logprobs=convert.logprobs_to_pb(request.logprobs),
         grammar=None if request.grammar is None else convert.grammar_to_pb(request.grammar),
@@ -133,9 +135,8 @@ def request_from_pb(message: pb.Submit, images: Sequence[bytes] = (), before: Re
 
 def progress_from_pb(message: pb.Submit) -> RequestProgress | None:
     """Convert the progress of a request back; None if it is new."""
-    if not message.accepted:
-        return None
-    return RequestProgress(message.generated, Moves(message.moves, message.fruitless_moves))
+    progress = RequestProgress(message.generated, Moves(message.moves, message.fruitless_moves))
+    return progress if message.accepted else None
 
 
 def refusal_to_pb(error: ServingError) -> pb.Refusal:

@@ -1,8 +1,7 @@
 """RemoteCluster: the replicas as an HTTP worker sees them, through its link to the scheduler process.
 
 When the link is lost, the worker connects again and submits its unfinished requests with the tokens that they have. New
-requests wait meanwhile. UnfinishedRequest is the record of
-a request by which it goes on in another scheduler process.
+requests wait meanwhile. UnfinishedRequest is the record of a request by which it goes on in another scheduler process.
 """
 
 import asyncio
@@ -10,7 +9,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, count, repeat
 from pathlib import Path
@@ -26,7 +25,15 @@ from text_generation_proto.values import FinishReason
 from text_generation_proto.worker_link import worker_link_pb2 as pb
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError, Unhealthy
-from text_generation_router.request import NO_MOVES, Request, RequestId, RequestProgress, TokenId, TokenListener
+from text_generation_router.request import (
+    NO_MOVES,
+    Moves,
+    Request,
+    RequestId,
+    RequestProgress,
+    TokenId,
+    TokenListener,
+)
 from text_generation_router.shards.cluster import ClusterInfo
 from text_generation_router.shards.convert import logprobs_to_json, top_tokens
 from text_generation_router.shards.listeners import Listeners
@@ -52,19 +59,17 @@ ABANDONED_AFTER_S = 5.0
 """Seconds without a link, or without a shard, after which a worker that stops gives its requests up."""
 
 
+@dataclass(slots=True, eq=False)
 class UnfinishedRequest:
-    __slots__ = ("accepted", "generated", "generated_when_placed", "moves", "request", "scored")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.accepted = False
-        """It was sent to a scheduler process."""
-        self.generated: array[int] = array("I")
-        self.moves = NO_MOVES
-        self.generated_when_placed: int | None = None
-        """New tokens at its last placement; None while it has no replica."""
-        self.scored = False
-        """The log-probabilities of its prompt were delivered."""
+    request: Request
+    accepted: bool = False
+    """It was sent to a scheduler process."""
+    generated: "array[int]" = field(default_factory=lambda: array("I"))
+    moves: Moves = NO_MOVES
+    generated_when_placed: int | None = None
+    """New tokens at its last placement; None while it has no replica."""
+    scored: bool = False
+    """The log-probabilities of its prompt were delivered."""
 
     @property
     def progress(self) -> RequestProgress | None:

@@ -76,12 +76,7 @@ class RemoteRates:
 def rate_handlers(limits: RateLimits) -> Handlers:
     """Return the handlers of the scheduler process."""
 
-    async def start_request(rates: dict[str, Any]) -> bytes:
-        await limits.start_request(Rates(**rates))
-        return b""
-
-    async def spend_tokens(rates: dict[str, Any], tokens: int) -> bytes:
+    async def spend_tokens(rates: dict[str, Any], tokens: int) -> None:
         limits.spend_tokens(Rates(**rates), tokens)
-        return b""
 
-    return {START_REQUEST: start_request, SPEND_TOKENS: spend_tokens}
+    return {START_REQUEST: lambda rates: limits.start_request(Rates(**rates)), SPEND_TOKENS: spend_tokens}

@@ -13,8 +13,8 @@ from text_generation_router.errors import GenerationFailed, ServingError
 from text_generation_router.worker_link.convert import refusal_from_pb, refusal_to_pb
 from text_generation_router.worker_link.link import LinkBroken
 
-Handler = Callable[..., Awaitable[bytes]]
-"""Takes the arguments of a call of one method, and returns the reply. May raise ServingError."""
+Handler = Callable[..., Awaitable[bytes | None]]
+"""Takes the arguments of a call of one method, and returns the reply; None: it is empty. May raise ServingError."""
 Handlers = Mapping[str, Handler]
 """By method."""
 
@@ -26,12 +26,7 @@ class LinkLost(Exception):
 class RpcPeer:
     """One end of the link: its calls that have no reply yet, and the calls of the other end that it handles."""
 
-    def __init__(
-        self,
-        send: Callable[[Message], None],
-        envelope: Callable[..., Message],
-        handlers: Handlers,
-    ) -> None:
+    def __init__(self, send: Callable[[Message], None], envelope: Callable[..., Message], handlers: Handlers) -> None:
         """`envelope` is the message that this end sends."""
         self._send = send
         self._envelope = envelope
@@ -76,7 +71,7 @@ class RpcPeer:
     async def _handle(self, call: pb.Call) -> None:
         reply = pb.Reply(number=call.number)
         try:
-            reply.body = await self._handlers[call.method](*orjson.loads(call.arguments or b"[]"))
+            reply.body = await self._handlers[call.method](*orjson.loads(call.arguments or b"[]")) or b""
         except ServingError as error:
             reply.refusal.CopyFrom(refusal_to_pb(error))
         except Exception:  # without a reply the other end would wait forever

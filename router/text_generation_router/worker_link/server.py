@@ -85,10 +85,9 @@ class WorkerLinkServer:
     async def _info(self) -> bytes:
         return convert.info_to_json(await self.cluster.info())
 
-    async def _set_adapter(self, name: str, path: str | None) -> bytes:
+    async def _set_adapter(self, name: str, path: str | None) -> None:
         await self.cluster.set_adapter(name, path)
         self._send_state()  # before the reply, whose reader may use the new names
-        return b""
 
 
 class WorkerConnection:

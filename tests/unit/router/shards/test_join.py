@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from text_generation_proto.description import difference
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import GrammarKind
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
@@ -27,17 +28,17 @@ def test_requests_are_prepared_for_all_that_any_replica_lacks() -> None:
 def test_a_shard_with_no_fewer_capabilities_may_replace_another() -> None:
     others = merge_capabilities([a_shard(min_p="old"), a_shard(seed="none")])
     for one in (a_shard(), a_shard(seed="other words"), a_shard(min_p="old", seed="none")):
-        assert one.differs_from(others) is None
+        assert difference(one.info, others.info) is None
 
 
 def test_a_shard_with_fewer_capabilities_or_another_engine_may_not() -> None:
-    why = a_shard(seed="the sampler has none").differs_from(a_shard(min_p="old"))
+    why = difference(a_shard(seed="the sampler has none").info, a_shard(min_p="old").info)
     assert why == "it does not support seed, which requests may use: the sampler has none"
-    assert a_shard("echo").differs_from(a_shard()) == "its engine is 'echo', not 'tensorrt-llm'"
+    assert difference(a_shard("echo").info, a_shard().info) == "its engine is 'echo', not 'tensorrt-llm'"
     images, none = a_shard(), a_shard()
     images.info.max_images = 4
-    assert images.differs_from(none) is None
-    assert none.differs_from(images) == "it takes 0 images, not 4"
+    assert difference(images.info, none.info) is None
+    assert difference(none.info, images.info) == "it takes 0 images, not 4"
     assert merge_capabilities([images, none]).info.max_images == 0
 
 
