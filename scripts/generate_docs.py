@@ -22,7 +22,7 @@ from typing import Any
 from text_generation_bench.load.settings import FLAGS
 from text_generation_common.exit_codes import ExitCode
 from text_generation_common.options import Option, options_by_topic
-from text_generation_common.topics import Topic
+from text_generation_common.settings import Topic
 from text_generation_launcher.config import LauncherConfig
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig

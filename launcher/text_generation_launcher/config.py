@@ -14,8 +14,7 @@ from pydantic_settings import CliExplicitFlag
 
 from text_generation_common.command_line import exit_with_usage_error, parse_config
 from text_generation_common.lora import parse_adapters
-from text_generation_common.settings import ChildConfig, ProcessConfig
-from text_generation_common.topics import Topic
+from text_generation_common.settings import ChildConfig, ProcessConfig, Topic
 from text_generation_proto.addresses import join_host_port, split_host_port
 from text_generation_router.config import CommaList, RouterSettings
 from text_generation_shard.config import ShardSettings

@@ -57,12 +57,7 @@ MPIRUN_TIMEOUT = 3.0
 STOP_MARGIN = RANKS_TIMEOUT + MPIRUN_TIMEOUT
 """Seconds that this process may take to end after its shard."""
 
-AS_ROOT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+AS_ROOT = {f"{mpi}_ALLOW_RUN_AS_ROOT{confirm}": "1" for mpi in ("OMPI", "PRTE") for confirm in ("", "_CONFIRM")}
 """Without these, Open MPI's mpirun and the daemon through which Open MPI 5 spawns refuse to run as root, as in containers."""
 
 DEFAULTS = {
@@ -227,10 +222,7 @@ async def _run_shard(
     stopping: asyncio.Event,
 ) -> int:
     process = await asyncio.create_subprocess_exec(
-        *shard,
-        env=environ,
-        stdin=asyncio.subprocess.DEVNULL,
-        pass_fds=inherited,
+        *shard, env=environ, stdin=asyncio.subprocess.DEVNULL, pass_fds=inherited
     )
     await first_of(process.wait(), ranks.wait(), stopping.wait())
     send(process, signal.SIGTERM)

@@ -162,69 +162,60 @@ class Unit(ABC):
             log.info(self.event("serves again"), **self.fields, seconds=seconds)
 
 
+@dataclass(frozen=True, slots=True)
 class Restarts:
     """Keeps the units of one kind running, one task each."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        policy: RestartPolicy,
-        stop: GracefulShutdown,
-        answers: Callable[[], bool],
-        give_up: Callable[[str], ExitCode],
-    ) -> None:
-        """`answers` says that the server has answered clients, perhaps before all units serve.
-
-        `stop` learns of the end of the server. `give_up` logs the reason and returns the exit code when no unit serves and none has
-        a restart left, given the last process that died.
-        """
-        self._units = units
-        self._policy = policy
-        self._stop = stop
-        self._answers = answers
-        self._give_up = give_up
+    units: Sequence[Unit]
+    policy: RestartPolicy
+    stop: GracefulShutdown
+    """Learns of the end of the server."""
+    answers: Callable[[], bool]
+    """Says that the server has answered clients, perhaps before all units serve."""
+    give_up: Callable[[str], ExitCode]
+    """Logs the reason and returns the exit code when no unit serves and none has a restart left, given the last process that died."""
 
     def __len__(self) -> int:
-        return len(self._units)
+        return len(self.units)
 
     @property
     def serving(self) -> int:
         """The number of units that serve."""
-        return sum(unit.serving.is_set() for unit in self._units)
+        return sum(unit.serving.is_set() for unit in self.units)
 
     @property
     def has_served(self) -> bool:
         """True once a unit has served."""
-        return any(unit.has_served for unit in self._units)
+        return any(unit.has_served for unit in self.units)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start all units. Their tasks raise ServerEnded; cancelled, they stop the processes."""
-        for unit in self._units:
+        for unit in self.units:
             tasks.create_task(self._keep_running(unit))
 
     async def wait_until_serving(self) -> None:
         """Return once each unit has started to serve."""
-        for unit in self._units:
+        for unit in self.units:
             await unit.serving.wait()
 
     async def _keep_running(self, unit: Unit) -> None:
         while True:
             end, served = await unit.run_once()
             fields = {**unit.fields, **end.fields, **exit_fields(end.code)}
-            unit.streak = self._policy.after_death(unit.streak, served, end.code)
-            answers = self._answers()
-            if not unit.has_served and (not answers or self._policy.hopeless(unit.streak)):
+            unit.streak = self.policy.after_death(unit.streak, served, end.code)
+            answers = self.answers()
+            if not unit.has_served and (not answers or self.policy.hopeless(unit.streak)):
                 log.error(unit.event("failed to start"), **fields, **low_limits())
                 if not answers:
-                    self._stop.requests_lost()
+                    self.stop.requests_lost()
                 raise ServerEnded(ExitCode.FAILED)
             # No unit serves and none has a restart left. A loading one counts as not serving.
-            hopeless = all(not each.serving.is_set() and self._policy.hopeless(each.streak) for each in self._units)
-            delay = None if hopeless else self._policy.delay(unit.streak)
+            hopeless = all(not each.serving.is_set() and self.policy.hopeless(each.streak) for each in self.units)
+            delay = None if hopeless else self.policy.delay(unit.streak)
             log.error(unit.event("died"), **fields, restart_in_s=delay)
             if hopeless:
-                self._stop.requests_lost()
-                raise ServerEnded(self._give_up(end.child))
+                self.stop.requests_lost()
+                raise ServerEnded(self.give_up(end.child))
             if delay is None:
                 return
             await asyncio.sleep(delay)

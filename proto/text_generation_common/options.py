@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from text_generation_common.settings import ProcessConfig
-from text_generation_common.topics import Topic
+from text_generation_common.settings import ProcessConfig, Topic
 
 PLACEHOLDERS = {
     "string": "TEXT",

@@ -1,6 +1,7 @@
 """Settings of a process: their types, defaults, and the environment as their source."""
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Self
 from urllib.parse import urlsplit
@@ -9,13 +10,31 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from text_generation_common.heartbeat import HANG_TIMEOUT_S
-from text_generation_common.topics import Topic
 
 OTLP_MISSING = (
     "traces need the extra `otlp`: pip install 'opentelemetry-sdk>=1.40' 'opentelemetry-exporter-otlp-proto-grpc>=1.40'"
 )
 _LEVELS = {"trace": "debug", "warn": "warning", "off": "error"}
 """Levels of TGI's filters that have another name here."""
+
+
+class Topic(Enum):
+    """A title, in the order of the lists. The `topics` of a settings class name its settings."""
+
+    ROUTER = "Router alone"
+    SHARD = "Shard alone"
+    MODEL = "Model"
+    REPLICAS = "Replicas and shards"
+    ACCESS = "Access to the shards"
+    HTTP = "HTTP"
+    REQUESTS = "Limits of a request"
+    QUEUE = "Queue and overload"
+    BATCHING = "Batching and KV cache"
+    TENSORRT_LLM = "TensorRT-LLM"
+    AUDITS = "Audits"
+    TRACES = "Traces and metrics"
+    LOGS = "Logs and debugging"
+    ECHO = "Echo engine (tests)"
 
 
 def _level(text: object) -> object:

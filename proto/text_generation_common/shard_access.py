@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from text_generation_common.settings import ProcessConfig
-from text_generation_common.topics import Topic
+from text_generation_common.settings import ProcessConfig, Topic
 
 MAX_TOKEN_BYTES = 4096
 """Bytes of the file with the token; gRPC refuses calls with more than 8 kB of metadata."""

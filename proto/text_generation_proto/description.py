@@ -3,16 +3,8 @@
 from text_generation_proto.v1 import shard_pb2 as pb
 
 FIELDS = (
-    "engine",
-    "model_id",
-    "model_type",
-    "vocab_size",
-    "max_sequence_length",
-    "block_size",
-    "eos_token_ids",
-    "scheduling",
-    "max_top_n_tokens",
-    "grammar_kinds",
+    *("engine", "model_id", "model_type", "vocab_size", "max_sequence_length", "block_size", "eos_token_ids"),
+    *("scheduling", "max_top_n_tokens", "grammar_kinds"),
 )
 """Fields of InfoResponse that requests depend on."""
 

@@ -191,13 +191,10 @@ class WorkerQueue:
     def _next(self) -> Claim | None:
         """The next claim: of the tenant served least, then of the one that holds fewer workers, then the oldest."""
         most = max(self._workers - 1, 1)
-        best: tuple[int, int, int] | None = None
-        found: Claim | None = None
-        for (account, is_long), line in self._lines.items():
-            held = self._held[account]
-            if (is_long and self._long >= most) or (held >= most and self._stage.several):
-                continue
-            first = next((claim for claim in line if not claim.granted.done()), None)  # the others were cancelled
-            if first is not None and (best is None or (account.served, held, first.number) < best):
-                best, found = (account.served, held, first.number), first
-        return found
+        firsts = (
+            next((claim for claim in line if not claim.granted.done()), None)  # the others were cancelled
+            for (account, is_long), line in self._lines.items()
+            if not ((is_long and self._long >= most) or (self._held[account] >= most and self._stage.several))
+        )
+        claims = (claim for claim in firsts if claim is not None)
+        return min(claims, key=lambda each: (each.account.served, self._held[each.account], each.number), default=None)

@@ -21,9 +21,8 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from text_generation_common.settings import ChildConfig, SharedSettings
+from text_generation_common.settings import ChildConfig, SharedSettings, Topic
 from text_generation_common.shard_access import ShardAccess
-from text_generation_common.topics import Topic
 
 
 def _split(value: object) -> object:

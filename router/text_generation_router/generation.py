@@ -168,7 +168,9 @@ class Generation:
         texts = self._texts
         texts.append(delta)
         if (number := len(texts)) == 1:
-            self._first_token()
+            self.times.first_token = now = time.monotonic()
+            if self.times.on_first_token is not None:
+                self.times.on_first_token(now)
         if reason is None and special is None and not top:
             self._sink.on_text(number, token_id, delta, logprob)
             return True
@@ -179,12 +181,6 @@ class Generation:
         text = delta if special is None else special
         self._sink.on_output(TokenOutput(number, token_id, text, delta, logprob, special is not None, top, ending))
         return ending is None
-
-    def _first_token(self) -> None:
-        times = self.times
-        times.first_token = now = time.monotonic()
-        if times.on_first_token is not None:
-            times.on_first_token(now)
 
 
 @contextmanager

@@ -122,13 +122,8 @@ def _described(
         "block_size": info.block_size,
         "blocks": None if groups is None else groups[0].num_blocks,
         "cache_groups": [
-            {
-                "window": group.window,
-                "state": group.is_state,
-                "blocks": group.num_blocks,
-                "host_blocks": group.host_blocks,
-            }
-            for group in groups or ()
+            {"window": each.window, "state": each.is_state, "blocks": each.num_blocks, "host_blocks": each.host_blocks}
+            for each in groups or ()
         ],
         "memory": memory,
         "description": info_to_pb(info, 0, 1).SerializeToString().hex(),

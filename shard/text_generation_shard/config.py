@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from text_generation_common.lora import parse_adapters
-from text_generation_common.settings import ChildConfig, SharedSettings
+from text_generation_common.settings import ChildConfig, SharedSettings, Topic
 from text_generation_common.shard_access import ShardAccess
-from text_generation_common.topics import Topic
 from text_generation_proto.addresses import is_local, socket_path, split_host_port
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]

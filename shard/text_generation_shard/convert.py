@@ -51,16 +51,14 @@ def _allocations(
 
 def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
     """Convert a sequence; `before` are those before it in the orders."""
-    if message.prompt_of > len(before) or (
-        message.prompt_of and (message.prompt or message.media or message.prediction)
-    ):
-        raise InvalidOrders(
-            f"prompt_of {message.prompt_of} is not that of an earlier placement, or there is a prompt too"
-        )
+    number, own = message.prompt_of, message.prompt or message.media or message.prediction
+    if number > len(before) or (number and own):
+        raise InvalidOrders(f"prompt_of {number} is not that of an earlier placement, or there is a prompt too")
+    first = before[number - 1] if number else None
     media = tuple(Media(each.offset, each.tokens, each.digest, each.data) for each in message.media)
     return NewSequence(
         slot=message.slot,
-        prompt=before[message.prompt_of - 1].prompt if message.prompt_of else tuple(message.prompt),
+        prompt=tuple(message.prompt) if first is None else first.prompt,
         stopping=convert.stopping_from_pb(message.stopping),
         sampling=convert.sampling_from_pb(message.sampling),
         blocks=tuple(message.blocks),
@@ -76,8 +74,8 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
         further_blocks=tuple((group.first, tuple(group.blocks)) for group in message.further_blocks),
         draft_scope=message.draft_scope,
         no_drafts=message.no_drafts,
-        media=before[message.prompt_of - 1].media if message.prompt_of else media,
-        prediction=before[message.prompt_of - 1].prediction if message.prompt_of else tuple(message.prediction),
+        media=media if first is None else first.media,
+        prediction=tuple(message.prediction) if first is None else first.prediction,
     )
 
 
@@ -127,12 +125,8 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
             scored.top_token_ids.extend(token_ids)
             scored.top_logprobs.extend(logprobs)
     for replayed in report.generated_scores:
-        message.generated_scores.add(
-            slot=replayed.slot,
-            logprobs=replayed.logprobs,
-            drawn_ids=replayed.drawn_ids,
-            drawn_logprobs=replayed.drawn_logprobs,
-        )
+        drawn = {"drawn_ids": replayed.drawn_ids, "drawn_logprobs": replayed.drawn_logprobs}
+        message.generated_scores.add(slot=replayed.slot, logprobs=replayed.logprobs, **drawn)
     return message
 
 
@@ -144,12 +138,9 @@ def pool_to_pb(groups: Sequence[CacheGroup], block_size: int) -> pb.WarmUpRespon
         block_size=block_size,
         further_groups=[
             pb.CacheGroup(
-                num_blocks=group.num_blocks,
-                window=group.window or 0,
-                state=group.is_state,
-                host_blocks=group.host_blocks,
+                num_blocks=each.num_blocks, window=each.window or 0, state=each.is_state, host_blocks=each.host_blocks
             )
-            for group in others
+            for each in others
         ],
         host_blocks=first.host_blocks,
     )

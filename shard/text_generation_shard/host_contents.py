@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from text_generation_common.lora import parse_adapters
-from text_generation_common.topics import Topic
+from text_generation_common.settings import Topic
 from text_generation_shard.config import ShardConfig, ShardSettings
 
 

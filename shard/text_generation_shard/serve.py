@@ -20,7 +20,7 @@ from text_generation_common.notify import Notifier
 from text_generation_common.sockets import claim_socket, remove_socket
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.tracing import start_tracing
-from text_generation_common.waiting import first_of
+from text_generation_common.waiting import background, first_of
 from text_generation_proto.addresses import host_of, join_host_port, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
@@ -125,18 +125,15 @@ async def _serve_engine(
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
     notifier.show(lambda: f"serving {info.model_id} at {config.address}")
     notifier.ready()
-    async with asyncio.TaskGroup() as tasks:
-        description = info_to_pb(info, config.rank, config.world_size)
-        heartbeat = HeartbeatSender(notifier)
-        heartbeat.serves(description.SerializeToString())
-        reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat))
+    heartbeat = HeartbeatSender(notifier)
+    heartbeat.serves(info_to_pb(info, config.rank, config.world_size).SerializeToString())
+    async with background(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat)):
         await first_of(signals.stop.wait(), owner.crashed.wait())
         await health.stop()
         if signals.stop.is_set():
             notifier.show(lambda: f"draining {engine.running} sequences")
             notifier.stopping()
             await _drain(config, owner, engine, signals.hurry)
-        reporting.cancel()
     # While a group stops, a rank may see another rank leave first. That is not a crash.
     if owner.crashed.is_set() and not signals.stop.is_set():
         return ExitCode.FAILED if owner.fault else ExitCode.BUG

@@ -93,19 +93,13 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             )
         seconds = time.monotonic() - started
         if not was_warm:
-            further = {"further_groups": {each.name: each.num_blocks for each in groups[1:]}} if groups[1:] else {}
+            told: dict[str, object] = {"kv_blocks": groups[0].num_blocks}
+            if groups[1:]:
+                told["further_groups"] = {each.name: each.num_blocks for each in groups[1:]}
             if groups[0].host_blocks:
-                further["host_blocks"] = {each.name: each.host_blocks for each in groups}
-            took = round(seconds, 2)
+                told["host_blocks"] = {each.name: each.host_blocks for each in groups}
             phases = {work: round(each, 1) for work, each in finished_work.items()}
-            log.info(
-                "warmed up",
-                kv_blocks=groups[0].num_blocks,
-                **further,
-                block_size=block_size,
-                seconds=took,
-                seconds_by_work=phases,
-            )
+            log.info("warmed up", **told, block_size=block_size, seconds=round(seconds, 2), seconds_by_work=phases)
             finished_work.clear()
             if self._host_cache != await asyncio.to_thread(host_contents, self._config):
                 log.warning("the host cache is not used: files of the model changed while it was loaded")

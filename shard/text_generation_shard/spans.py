@@ -36,27 +36,27 @@ class _Traced:
     first_token: float = 0.0
 
 
+@dataclass(slots=True)
 class SequenceSpans:
     """Follows the traced sequences of one session. Used on the engine's thread, and after it."""
 
-    def __init__(self, tracer: "Tracer | None" = None, engine: str = "") -> None:
-        """Without a tracer nothing is traced."""
-        self._tracer = tracer
-        self._engine = engine
-        self._traced: dict[int, _Traced] = {}
-        """By slot."""
-        self._tokens = Counter[int]()
-        """New tokens by slot, of all its sequences, while any is traced."""
+    tracer: "Tracer | None" = None
+    """Without it nothing is traced."""
+    engine: str = ""
+    _traced: dict[int, _Traced] = field(default_factory=dict)
+    """By slot."""
+    _tokens: Counter[int] = field(default_factory=Counter)
+    """New tokens by slot, of all its sequences, while any is traced."""
 
     def ordered(self, orders: Orders, failures: Sequence[Failure]) -> None:
         """Follow the new sequences of orders that were applied, and end those that they release or that failed."""
-        if self._tracer is None:
+        if self.tracer is None:
             return
         now = time.monotonic()
         for slot in orders.release:
             self._end(slot, now, "released")
         for sequence in orders.placements:
-            if sequence.trace is not None and (span := self._tracer.begin("shard", now, sequence.trace)) is not None:
+            if sequence.trace is not None and (span := self.tracer.begin("shard", now, sequence.trace)) is not None:
                 self._traced[sequence.slot] = _Traced(sequence, span, self._tokens[sequence.slot])
         self._fail(failures, now)
 
@@ -94,15 +94,15 @@ class SequenceSpans:
 
     def _end(self, slot: int, now: float, reason: str, *, failed: bool = False) -> None:
         one = self._traced.pop(slot, None)
-        if one is None or self._tracer is None:
+        if one is None or self.tracer is None:
             return
         for start, end, tokens in one.chunks:
-            self._tracer.child(one.span, "prefill chunk", start, end, {"text_generation.prompt_tokens": tokens})
+            self.tracer.child(one.span, "prefill chunk", start, end, {"text_generation.prompt_tokens": tokens})
         if one.first_token:
-            self._tracer.child(one.span, "decode", one.first_token, now, {})
+            self.tracer.child(one.span, "decode", one.first_token, now, {})
         sequence = one.sequence
         attributes: dict[str, AttributeValue] = {
-            "text_generation.engine": self._engine,
+            "text_generation.engine": self.engine,
             "text_generation.slot": slot,
             "text_generation.end": reason,
             "text_generation.prompt_tokens": len(sequence.prompt),
@@ -110,4 +110,4 @@ class SequenceSpans:
             "text_generation.resumed_tokens": sequence.generated_tokens,
             "text_generation.generated_tokens": sequence.generated_tokens + self._tokens[slot] - one.tokens_before,
         }
-        self._tracer.end(one.span, now, attributes, failed=failed)
+        self.tracer.end(one.span, now, attributes, failed=failed)

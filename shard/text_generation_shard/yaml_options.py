@@ -28,7 +28,7 @@ def read_options(text: str, flag: str) -> dict[str, object]:
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
         problem = where + ", ".join(filter(None, (error.context, error.problem)))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError, _Malformed) as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, EngineError) as error:
         problem = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         # Raised by PyYAML's constructors for values that do not fit their tag, such as `2026-02-30` or `!!int ''`.
@@ -40,19 +40,15 @@ def read_options(text: str, flag: str) -> dict[str, object]:
     raise EngineError(f"{source}: {problem}")
 
 
-class _Malformed(Exception):
-    """The options cannot be used."""
-
-
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         example = "'{max_num_tokens: 4096}'"
-        raise _Malformed(f"there is no such file (options can also be given inline: {example})") from None
+        raise EngineError(f"there is no such file (options can also be given inline: {example})") from None
     if len(data) > MAX_BYTES:
-        raise _Malformed(f"is longer than {MAX_BYTES} bytes")
+        raise EngineError(f"is longer than {MAX_BYTES} bytes")
     return data.decode()
 
 
@@ -66,10 +62,10 @@ def _parse(text: str) -> dict[str, object]:
     if options is None:
         return {}  # only comments
     if not isinstance(options, dict):
-        raise _Malformed(f"must be names with values, as in `max_num_tokens: 4096`, not {shortened(options)}")
+        raise EngineError(f"must be names with values, as in `max_num_tokens: 4096`, not {shortened(options)}")
     for name in options:
         if not isinstance(name, str):
-            raise _Malformed(f"the name {shortened(name)} is not read as text: put it in quotes")
+            raise EngineError(f"the name {shortened(name)} is not read as text: put it in quotes")
     return options
 
 
@@ -77,7 +73,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return an object of JSON without duplicate names, of which the parser would keep the last."""
     names = [name for name, _ in pairs]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise _Malformed(f"{shortened(repeated)} is there twice")
+        raise EngineError(f"{shortened(repeated)} is there twice")
     return dict(pairs)
 
 

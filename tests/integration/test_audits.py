@@ -286,7 +286,7 @@ def test_audits_are_on_by_default_on_gpus(
     with capture_logs() as logs:
         shards.cluster(ReplicaInfo(info, pb.WarmUpResponse(num_blocks=8, block_size=16)))
     auditor = shards._auditor
-    assert (None if auditor is None else auditor._share) == audited
+    assert (None if auditor is None else auditor.share) == audited
     assert [each["event"] for each in logs] == (
         [] if scores else ["no audits: the engine does not score generated tokens"]
     )

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -12,7 +12,7 @@ from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.records import MAX_RECORDS, record_of, write_record
 from text_generation_router.audit.served import MAX_TRIES, OPTIONAL, KeptRequests, Served
-from text_generation_router.audit.verdict import Findings, Judgement, Verdict, bounds_of, judge, measured_bounds
+from text_generation_router.audit.verdict import Bounds, Findings, Judgement, Verdict, judge
 from text_generation_router.config import RouterConfig
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import SchedulerOutput
@@ -31,33 +31,31 @@ def is_chosen(request_id: RequestId, share: float) -> bool:
     return int.from_bytes(digest, "little") < share * 2**64
 
 
+@dataclass(slots=True, eq=False)
 class Auditor:
     """A StepObserver before that of the metrics."""
 
-    def __init__(
-        self, scheduler: Scheduler, observer: StepObserver, config: RouterConfig, info: pb.InfoResponse, share: float
-    ) -> None:
-        self.cluster: Cluster[Any]
-        """Set before the first request."""
-        self.on_finding: Callable[[str, str, str], object] = lambda *_: None
-        """Called with the kind, text and reason of an event for operators."""
-        self.verdicts = Counter[str]()
-        self.mismatches = Counter[str]()
-        """Findings by the feature that they are likely due to."""
-        self._scheduler = scheduler
-        self._observer = observer
-        self._config = config
-        self._info = info
-        self._share = share
-        self._bounds = bounds_of(info)
-        self._measured: RequestId | None = None
-        """The request whose text measures them."""
-        self._findings = Findings()
-        self._watched: dict[RequestId, Served] = {}
-        """Requests that were chosen and run or wait."""
-        self._kept = KeptRequests()
-        self._replayed: Served | None = None
-        """The request that is being replayed; also one that gave way, until its slot is free."""
+    scheduler: Scheduler
+    observer: StepObserver
+    config: RouterConfig
+    info: pb.InfoResponse
+    share: float
+    cluster: Cluster[Any] = field(init=False)
+    """Set before the first request."""
+    on_finding: Callable[[str, str, str], object] = lambda *_: None
+    """Called with the kind, text and reason of an event for operators."""
+    verdicts: Counter[str] = field(default_factory=Counter)
+    mismatches: Counter[str] = field(default_factory=Counter)
+    """Findings by the feature that they are likely due to."""
+    _bounds: Bounds = field(init=False)
+    _measured: RequestId | None = None
+    """The request whose text measures them."""
+    _findings: Findings = field(default_factory=Findings)
+    _watched: dict[RequestId, Served] = field(default_factory=dict)
+    """Requests that were chosen and run or wait."""
+    _kept: KeptRequests = field(default_factory=KeptRequests)
+    _replayed: Served | None = None
+    """The request that is being replayed; also one that gave way, until its slot is free."""
 
     @property
     def waiting(self) -> int:
@@ -66,23 +64,23 @@ class Auditor:
 
     def on_submit(self, request: Request) -> Request:
         """Choose a request, or not. A replay gives way to each, and each does without what is isolated."""
-        if (replica := self._scheduler.replays.cancel()) is not None:
+        if (replica := self.scheduler.replays.cancel()) is not None:
             self.cluster.wake(replica)
             self._end_replay()
         if self.cluster.isolated:
             request = replace(request, without=OPTIONAL.intersection(self.cluster.isolated))
-        return self._watch(request) if is_chosen(request.id, self._share) else request
+        return self._watch(request) if is_chosen(request.id, self.share) else request
 
     def _watch(self, request: Request) -> Request:
         self._watched[request.id] = Served(replace(request, prediction=()))
-        tokens = request.logprobs.tokens or self._config.token_logprobs != "never"
+        tokens = request.logprobs.tokens or self.config.token_logprobs != "never"
         return replace(request, logprobs=replace(request.logprobs, tokens=tokens))
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         for placement in orders.placements if self._watched else ():
             if (served := self._watched.get(placement.request.id)) is not None:
-                served.placed(self._scheduler.requests[placement.request.id])
-        self._observer.on_orders(orders, seconds)
+                served.placed(self.scheduler.requests[placement.request.id])
+        self.observer.on_orders(orders, seconds)
 
     def on_report(self, step: StepRecord) -> None:
         if self._watched:
@@ -90,14 +88,14 @@ class Auditor:
         if self._replayed is not None:
             self._end_replay(step)
             self._start()
-        self._observer.on_report(step)
+        self.observer.on_report(step)
 
     def on_loss(self, replica: int) -> None:
-        self._observer.on_loss(replica)
+        self.observer.on_loss(replica)
 
     def _update_watched(self, step: StepRecord) -> None:
         """Add to the watched requests what they got and used in a step."""
-        report, tokens, live = step.report, step.deliveries.tokens, self._scheduler.requests
+        report, tokens, live = step.report, step.deliveries.tokens, self.scheduler.requests
         if here := {number: each for number, each in self._watched.items() if each.replica == step.replica}:
             drafted = {slot for drafting in report.drafting for slot in drafting.slots}
             given = {request_id: (start, end) for request_id, start, end, _ in tokens if request_id in here}
@@ -117,16 +115,16 @@ class Auditor:
         self._measure()
         while True:
             await asyncio.sleep(LOOK_S)
-            for request_id in [each for each in self._watched if each not in self._scheduler.requests]:
+            for request_id in [each for each in self._watched if each not in self.scheduler.requests]:
                 if (ended := self._watched.pop(request_id)).tokens:
-                    self.verdicts[Verdict.DROPPED] += self._kept.put(ended)
+                    self.verdicts.update([Verdict.DROPPED] * self._kept.put(ended))
             self._end_replay()
             self._start()
 
     def _measure(self) -> None:
         """Choose the bounds. Where numbers are rounded, serve a text whose replay tells how far prefill and decode lie apart."""
-        scheduler, prompt = self._scheduler, [7919 * at % self._info.vocab_size for at in range(1, 1 + MEASURED)]
-        self._bounds = bounds_of(self._info, has_states=any(each.cache.states for each in scheduler.serving))
+        scheduler, prompt = self.scheduler, [7919 * at % self.info.vocab_size for at in range(1, 1 + MEASURED)]
+        self._bounds = Bounds.of(self.info, has_states=any(each.cache.states for each in scheduler.serving))
         if self._bounds.rounded and scheduler.fits(MEASURED, MEASURED):
             request = Request(next(self.cluster.ids), prompt, MEASURED, ignore_eos=True)
             self._measured = request.id
@@ -135,14 +133,14 @@ class Auditor:
 
     def _start(self) -> None:
         """Start the next replay if there is room."""
-        cluster, scheduler = self.cluster, self._scheduler
+        cluster, scheduler = self.cluster, self.scheduler
         if self._replayed is not None or not len(self._kept) or not scheduler.serving or len(scheduler.queue):
             return
-        is_busy = scheduler.stats(time.monotonic()).busy_ratio > self._config.audit_busy
+        is_busy = scheduler.stats(time.monotonic()).busy_ratio > self.config.audit_busy
         if is_busy or cluster.draining or cluster.stopping:
             return
         served = self._kept.take()
-        most = min(self._info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
+        most = min(self.info.max_sequence_length, max(each.spec.num_tokens for each in scheduler.serving))
         request = served.replay(most)
         if request.replayed < 1 or not self._is_current(served):
             self.verdicts[Verdict.UNJUDGED] += 1
@@ -154,12 +152,12 @@ class Auditor:
 
     def _is_current(self, served: Served) -> bool:
         """Return True if the adapter of a request is the one that it was served with."""
-        return self._scheduler.versions[served.request.adapter] == served.version
+        return self.scheduler.versions[served.request.adapter] == served.version
 
     def _end_replay(self, step: StepRecord | None = None) -> None:
         """Handle the end of a replay that has left its slot: the report has its scores or its failure, else it gave way."""
         served = self._replayed
-        if served is None or self._scheduler.replays.running is not None:
+        if served is None or self.scheduler.replays.running is not None:
             return
         self._replayed = None
         served.tries += 1
@@ -168,11 +166,12 @@ class Auditor:
         elif step is not None and any(each.request_id == -served.request.id for each in step.deliveries.failed):
             self.verdicts[Verdict.FAILED if self._is_current(served) else Verdict.UNJUDGED] += 1
         else:
-            self.verdicts[Verdict.DROPPED] += self._kept.put(served) if served.tries < MAX_TRIES else 1
+            dropped = self._kept.put(served) if served.tries < MAX_TRIES else 1
+            self.verdicts.update([Verdict.DROPPED] * dropped)
 
     def _judge(self, served: Served, scores: pb.TokenScores) -> None:
         if served.request.id == self._measured:
-            info, self._bounds = self._info, measured_bounds(served.logprobs, scores.logprobs)
+            info, self._bounds = self.info, Bounds.measured(served.logprobs, scores.logprobs)
             log.info("bound of audits measured", engine=info.engine, dtype=info.dtype, nats=self._bounds.token)
             return
         judgement = judge(served.tokens, served.logprobs, scores, served.request.sampling, self._bounds)
@@ -184,7 +183,7 @@ class Auditor:
 
     def _add_finding(self, served: Served, scores: pb.TokenScores, judgement: Judgement) -> None:
         """Log, count and write a finding, and isolate what the last ones share."""
-        number, config = served.request.id, self._config
+        number, config = served.request.id, self.config
         suspect = self._findings.add(served.features)
         self.mismatches[suspect] += 1
         replica, used, found = served.replica, served.used, asdict(judgement)
@@ -193,7 +192,7 @@ class Auditor:
         told = ", ".join(f"{name} {amount}" for name, amount in {"replica": replica, **used}.items())
         self.on_finding("audit", text, f"token {judgement.position} of {len(served.tokens)}: {told}")
         if config.audit_folder and self._findings.total <= MAX_RECORDS:
-            record = record_of(served, judgement, scores, self._info, suspect)
+            record = record_of(served, judgement, scores, self.info, suspect)
             asyncio.get_running_loop().run_in_executor(None, write_record, config.audit_folder, number, record)
         if config.audit_action == "isolate" and (shared := self._findings.shared) is not None:
             self._isolate(shared)

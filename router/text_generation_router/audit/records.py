@@ -16,7 +16,7 @@ from text_generation_proto import convert
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.audit.served import Served
-from text_generation_router.audit.verdict import Judgement, bounds_of, judge
+from text_generation_router.audit.verdict import Bounds, Judgement, judge
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import orders_to_pb
 
@@ -96,6 +96,6 @@ async def replay_record(order: pb.NewSequence, logprobs: Sequence[float], client
             raise CannotServe(f"the replay failed: {report.failed[0].message}")
         if report.generated_scores:
             served, sampling = order.prompt[-order.generated_tokens :], convert.sampling_from_pb(order.sampling)
-            bounds = bounds_of(info, has_states=any(group.state for group in pool.further_groups))
+            bounds = Bounds.of(info, has_states=any(group.state for group in pool.further_groups))
             return judge(served, logprobs, report.generated_scores[0], sampling, bounds)
     raise CannotServe("the shard ended its stream")

@@ -33,24 +33,24 @@ class Bounds(NamedTuple):
     rounded: bool = False
     """Some tokens may differ by more, and no draw counts: among many tokens that are equally probable rounding changes most."""
 
+    @staticmethod
+    def of(info: pb.InfoResponse, *, has_states: bool = False) -> "Bounds":
+        """Return the bounds for an engine, before any are measured."""
+        # The nearest FP8 number may be another one after the smallest difference, and is then 6 to 12 % off.
+        if info.engine != "echo" and (info.dtype != "float32" or info.kv_cache_dtype):
+            return ROUNDED
+        return RECURRENT if has_states else EXACT
+
+    @staticmethod
+    def measured(served: Sequence[float], replayed: Sequence[float]) -> "Bounds":
+        """Return bounds for rounded types that allow eight times the largest difference of a text from its replay."""
+        largest = max((abs(a - b) for a, b in zip(served, replayed, strict=False) if not isnan(a - b)), default=inf)
+        return Bounds(min(ROUNDED.token, max(0.25, 8 * largest)), rounded=True)
+
 
 EXACT = Bounds(1e-4)
 RECURRENT = Bounds(5e-4)  # states, which prefill computes in chunks
 ROUNDED = Bounds(0.5, rounded=True)
-
-
-def bounds_of(info: pb.InfoResponse, *, has_states: bool = False) -> Bounds:
-    """Return the bounds for an engine, before any are measured."""
-    # The nearest FP8 number may be another one after the smallest difference, and is then 6 to 12 % off.
-    if info.engine != "echo" and (info.dtype != "float32" or info.kv_cache_dtype):
-        return ROUNDED
-    return RECURRENT if has_states else EXACT
-
-
-def measured_bounds(served: Sequence[float], replayed: Sequence[float]) -> Bounds:
-    """Return bounds for rounded types that allow eight times the largest difference of a text from its replay."""
-    largest = max((abs(a - b) for a, b in zip(served, replayed, strict=False) if not isnan(a - b)), default=inf)
-    return Bounds(min(ROUNDED.token, max(0.25, 8 * largest)), rounded=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,6 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _Slices = dict[str, Mapping[str, Any]]
 
 
-class ApiFailed(Exception):
-    """The API server refused, or gave an answer that is not a list of EndpointSlices."""
-
-
 @dataclass(frozen=True, slots=True)
 class KubernetesApi:
     """Access to the API server: the token file is read for each request, because tokens expire and are replaced."""
@@ -62,8 +58,7 @@ class KubernetesApi:
 
     def connector(self) -> aiohttp.TCPConnector:
         """Return a connector that trusts `ca_file` alone. Raises OSError."""
-        context = False if self.ca_file is None else client_context(self.ca_file)
-        return aiohttp.TCPConnector(ssl=context)
+        return aiohttp.TCPConnector(ssl=False if self.ca_file is None else client_context(self.ca_file))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -97,7 +92,7 @@ class KubernetesSource:
                     async for event in self._watch(session, version):
                         _apply(event, slices)
                         yield self._addresses(slices)
-            except (aiohttp.ClientError, OSError, ValueError, ApiFailed) as error:
+            except (aiohttp.ClientError, OSError, ValueError) as error:
                 trouble.failed(str(error) or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
 
@@ -110,10 +105,10 @@ class KubernetesSource:
         try:
             return {item["metadata"]["name"]: item for item in body["items"] or ()}, body["metadata"]["resourceVersion"]
         except (KeyError, TypeError) as error:
-            raise ApiFailed(f"not a list of EndpointSlices: {error!r}") from error
+            raise ValueError(f"not a list of EndpointSlices: {error!r}") from error
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the events after `version` for `relist_s`. Raises ApiFailed."""
+        """Yield the events after `version` for `relist_s`. Raises ValueError."""
         end = asyncio.get_running_loop().time() + self._relist_s
         options = {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(int(self._relist_s) + 1)}
         timeout = aiohttp.ClientTimeout(sock_connect=LIST_TIMEOUT_S, sock_read=self._relist_s)
@@ -133,10 +128,10 @@ class KubernetesSource:
                 except TimeoutError:
                     return
                 if not line:
-                    raise ApiFailed("the watch ended early")
+                    raise ValueError("the watch ended early")
                 event = orjson.loads(line)
                 if not isinstance(event, dict) or event.get("type") == "ERROR":
-                    raise ApiFailed(f"the watch failed: {line[:200]!r}")
+                    raise ValueError(f"the watch failed: {line[:200]!r}")
                 yield event
 
     def _addresses(self, slices: _Slices) -> frozenset[Address]:
@@ -172,12 +167,12 @@ class KubernetesSource:
 
 def _checked(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
     if response.status != 200:
-        raise ApiFailed(f"the API server answers {response.status} {response.reason}")
+        raise ValueError(f"the API server answers {response.status} {response.reason}")
     return response
 
 
 def _apply(event: Mapping[str, Any], slices: _Slices) -> None:
-    """Change `slices` as `event` says. Raises ApiFailed."""
+    """Change `slices` as `event` says. Raises ValueError."""
     try:
         item = event["object"]
         if event["type"] in ("ADDED", "MODIFIED"):
@@ -185,4 +180,4 @@ def _apply(event: Mapping[str, Any], slices: _Slices) -> None:
         elif event["type"] == "DELETED":
             slices.pop(item["metadata"]["name"], None)
     except (KeyError, TypeError) as error:
-        raise ApiFailed(f"not an event of an EndpointSlice: {error!r}") from error
+        raise ValueError(f"not an event of an EndpointSlice: {error!r}") from error

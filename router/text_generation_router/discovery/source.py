@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from text_generation_common.log import log
@@ -55,20 +56,20 @@ def of_one_family(hosts: Iterable[str]) -> list[str]:
     return [str(host) for host in every if host.version == 4] or [str(host) for host in every]
 
 
+@dataclass(slots=True)
 class Trouble:
     """Logs the first of several failures of a source in a row, and its recovery."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._reason: str | None = None
+    source: str
+    _reason: str | None = None
 
     def failed(self, reason: str) -> None:
         """Record a failure: the last members stay."""
         if reason != self._reason:
-            log.warning("members not known: the last ones stay", source=self._source, reason=reason)
+            log.warning("members not known: the last ones stay", source=self.source, reason=reason)
         self._reason = reason
 
     def answered(self) -> None:
         if self._reason is not None:
-            log.info("members known again", source=self._source)
+            log.info("members known again", source=self.source)
         self._reason = None

@@ -55,13 +55,10 @@ class Dispatcher:
     def __init__(
         self, policy: Policy, queue: FairQueue, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]
     ) -> None:
-        self._policy = policy
+        self._policy, self._queue, self._replicas, self._draining = policy, queue, replicas, draining
         self.roles = Roles(policy, replicas, draining)
-        self._queue = queue
-        self._replicas = replicas
         self._numbers: list[int] = []
         """The numbers of all replicas: a sample takes any of them."""
-        self._draining = draining
         self._changed: set[int] = set()
         self._roomy: dict[int, ReplicaScheduler] = {}
         """Replicas that may get a sequence."""
@@ -191,13 +188,9 @@ class Dispatcher:
             if not ranked and first is not None:
                 return ranked, (first, first.prompts.suspect, sys.maxsize)
         if ranked and ranked[0].reuses_prefixes and not sequence.request.logprobs.prompt:
-            tokens, leader = ranked[0].prompts.longest_shared(sequence)
-            cache = ranked[0].cache
-            if (
-                leader
-                and tokens - cache.tokens_on_device(sequence) >= MIN_SHARED_TOKENS
-                and cache.will_share(leader, tokens)
-            ):
+            cache, (tokens, leader) = ranked[0].cache, ranked[0].prompts.longest_shared(sequence)
+            lacking = tokens - cache.tokens_on_device(sequence) if leader is not None else 0
+            if leader is not None and lacking >= MIN_SHARED_TOKENS and cache.will_share(leader, tokens):
                 return ranked, (ranked[0], leader, tokens)
         return ranked, None
 

@@ -5,6 +5,7 @@ and leaves nothing in the prefix cache.
 """
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from text_generation_router.request import Request
 from text_generation_router.scheduling.messages import Deliveries
@@ -15,14 +16,14 @@ ARRIVAL = 1 << 60
 """Later than all requests: of the lowest priority, a replay is the first to be preempted."""
 
 
+@dataclass(eq=False)
 class Replays:
     """At most one replay at a time. `replicas` and `draining` are the scheduler's."""
 
-    def __init__(self, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
-        self._replicas = replicas
-        self._draining = draining
-        self.running: ScheduledSequence | None = None
-        """The one that has a slot."""
+    replicas: Mapping[int, ReplicaScheduler | None]
+    draining: Set[int]
+    running: ScheduledSequence | None = None
+    """The one that has a slot."""
 
     @property
     def replica(self) -> int | None:
@@ -37,7 +38,7 @@ class Replays:
         if self.running is not None:
             return None
         sequence = ScheduledSequence(request, ARRIVAL, 0.0, 1)
-        usable = [each for each in self._replicas.values() if each is not None and each.replica not in self._draining]
+        usable = [each for each in self.replicas.values() if each is not None and each.replica not in self.draining]
         for replica in sorted(usable, key=lambda each: (each.replica == served_by, each.occupied_slots)):
             if replica.may_place(1) and replica.has_prefill_room and replica.place(sequence):
                 self.running = sequence
@@ -49,7 +50,7 @@ class Replays:
         if (sequence := self.running) is None or sequence.state is State.CANCELLED:
             return None
         number = sequence.replica
-        replica = self._replicas[number]
+        replica = self.replicas[number]
         assert replica is not None, "a lost replica has no replay"
         replica.drop(sequence)
         if sequence.slot < 0:  # it was not sent

@@ -6,6 +6,7 @@ it goes on. Then it moves, and loads them, if a replica that decodes has room; e
 """
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 
 from text_generation_router.scheduling.messages import StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -18,22 +19,22 @@ LEAST_ANSWER = 16
 """Fewest new tokens left of a sequence that moves."""
 
 
+@dataclass(frozen=True, slots=True)
 class Roles:
     """The roles of the replicas. `replicas` (by number, None for one that does not serve) and `draining` are the scheduler's."""
 
-    def __init__(self, policy: Policy, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
-        self._count = policy.prefill_replicas
-        self._replicas = replicas
-        self._draining = draining
+    policy: Policy
+    replicas: Mapping[int, ReplicaScheduler | None]
+    draining: Set[int]
 
     def _able(self, sequence: ScheduledSequence) -> list[ReplicaScheduler]:
         """Return the replicas that get new sequences and can hold `sequence`."""
-        available = [each for number, each in self._replicas.items() if number not in self._draining]
+        available = [each for number, each in self.replicas.items() if number not in self.draining]
         return [each for each in available if each is not None and each.can_hold(sequence)]
 
     def is_prefill(self, replica: ReplicaScheduler) -> bool:
         """Return True for a replica that computes prompts."""
-        return replica.replica < self._count
+        return replica.replica < self.policy.prefill_replicas
 
     def needs_prefill(self, sequence: ScheduledSequence) -> bool:
         """Return True for a sequence that goes to a replica that computes prompts."""

@@ -198,9 +198,8 @@ class Cluster(Generic[Receiver]):
     def ready(self) -> bool:
         """True if a replica gets new requests now, and is to stay, at least until another one has joined."""
         available = self.scheduler.available
-        return any(self._by_number[each.replica].wanted for each in available) or (
-            bool(available) and self._awaits_shard()
-        )
+        stays = any(self._by_number[each.replica].wanted for each in available)
+        return stays or (bool(available) and self._awaits_shard())
 
     @property
     def live_requests(self) -> int:
@@ -208,12 +207,9 @@ class Cluster(Generic[Receiver]):
 
     @property
     def status(self) -> str:
-        serving, known = len(self.scheduler.serving), len(self.scheduler.replicas)
-        return (
-            f"serving with {serving} of {known} replicas"
-            if serving
-            else f"standby: drives none of {len(self._members)} shards"
-        )
+        if serving := len(self.scheduler.serving):
+            return f"serving with {serving} of {len(self.scheduler.replicas)} replicas"
+        return f"standby: drives none of {len(self._members)} shards"
 
     async def info(self) -> ClusterInfo:
         members = (MemberInfo(each.number, each.address, each.state.value, each.reason) for each in self.members)

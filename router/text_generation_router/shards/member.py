@@ -11,7 +11,7 @@ joining ──► serving ──► draining ──► (left)
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import grpc
@@ -60,34 +60,29 @@ class ShardTerms:
     access: ShardAccess | None
 
 
+@dataclass(slots=True, eq=False)
 class ShardMember:
     """One shard. Its replica has the same number all the time."""
 
-    def __init__(
-        self,
-        number: int,
-        address: str,
-        terms: ShardTerms,
-        context: ClusterContext,
-        on_lost: Callable[[], None],
-        awaits_shard: Callable[[], bool],
-    ) -> None:
-        """`awaits_shard` returns True while another shard is to join the cluster."""
-        self.number = number
-        self.address = address
-        self.connection = ReplicaConnection(number, context)
-        self.reason = ""
-        """The last reason why it could not join."""
-        self.losses = 0
-        """Sessions that ended."""
-        self.loss: ShardLost | None = None
-        """The end of the last one."""
-        self._state = ShardState.JOINING
-        self._terms = terms
-        self._scheduler = context.scheduler
-        self._on_lost = on_lost
-        self._awaits_shard = awaits_shard
-        self._unwanted = asyncio.Event()
+    number: int
+    address: str
+    terms: ShardTerms
+    context: ClusterContext
+    on_lost: Callable[[], None]
+    awaits_shard: Callable[[], bool]
+    """Returns True while another shard is to join the cluster."""
+    reason: str = ""
+    """The last reason why it could not join."""
+    losses: int = 0
+    """Sessions that ended."""
+    loss: ShardLost | None = None
+    """The end of the last one."""
+    connection: ReplicaConnection = field(init=False)
+    _state: ShardState = ShardState.JOINING
+    _unwanted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.connection = ReplicaConnection(self.number, self.context)
 
     @property
     def wanted(self) -> bool:
@@ -97,7 +92,7 @@ class ShardMember:
     @property
     def connected(self) -> bool:
         """True while it has a session."""
-        return self._scheduler.replicas[self.number] is not None
+        return self.context.scheduler.replicas[self.number] is not None
 
     @property
     def state(self) -> ShardState:
@@ -105,7 +100,7 @@ class ShardMember:
             return self._state
         if self.connection.hangs:
             return ShardState.HUNG
-        return ShardState.DRAINING if self.number in self._scheduler.draining else ShardState.SERVING
+        return ShardState.DRAINING if self.number in self.context.scheduler.draining else ShardState.SERVING
 
     def want(self, *, wanted: bool) -> None:
         """Keep the shard, or let it leave: it finishes its sequences first."""
@@ -128,7 +123,7 @@ class ShardMember:
         The last replica goes on, also with new requests, until another one has joined. If none is to join, it goes on until there
         are no requests.
         """
-        scheduler = self._scheduler
+        scheduler = self.context.scheduler
         while True:
             await self._unwanted.wait()
             end = time.monotonic() + LEAVE_S
@@ -136,7 +131,7 @@ class ShardMember:
                 others = any(each.replica not in self.connection.ranks for each in scheduler.available)
                 if others:
                     self.connection.want(wanted=False)
-                if not (not self.connection.is_empty if others else scheduler.requests or self._awaits_shard()):
+                if not (not self.connection.is_empty if others else scheduler.requests or self.awaits_shard()):
                     break
                 if others and time.monotonic() >= end:
                     break
@@ -146,7 +141,7 @@ class ShardMember:
 
     async def _keep(self, info: ReplicaInfo | None) -> None:
         """Run session after session."""
-        terms, retry_s = self._terms, MIN_RETRY_S
+        terms, retry_s = self.terms, MIN_RETRY_S
         again = False
         while True:
             began = time.monotonic()
@@ -177,7 +172,7 @@ class ShardMember:
             else:
                 raise AssertionError("a session ends with its shard")
             info, again = None, True
-            self._on_lost()
+            self.on_lost()
             await asyncio.sleep(retry_s)
             retry_s = MIN_RETRY_S if lasted or retry_s == RETRY_TAKEN_S else min(2 * retry_s, MAX_RETRY_S)
 
@@ -185,7 +180,7 @@ class ShardMember:
         """Wait for the shard and warm it up. One that gives no answer is no longer refused or taken, it may have died."""
         silent = asyncio.get_running_loop().call_later(ANSWER_S, self._set, ShardState.JOINING, "")
         try:
-            return await join(client, self._terms.limits, self.address, JOIN_TIMEOUT_S, self._terms.expected)
+            return await join(client, self.terms.limits, self.address, JOIN_TIMEOUT_S, self.terms.expected)
         finally:
             silent.cancel()
 

@@ -365,8 +365,6 @@ class OrderTiming:
     of a monotonic clock.
     """
 
-    __slots__ = ("_boundary", "_durations", "_stepping")
-
     def __init__(self) -> None:
         self._boundary = 0.0
         self._durations = (0.0, 0.0)

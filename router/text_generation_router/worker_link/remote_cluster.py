@@ -169,9 +169,7 @@ class RemoteCluster(ClusterInterface):
     async def opened(self) -> None:
         await self.link.up.wait()
 
-    async def settled(self) -> None:
-        """Wait for a link: the scheduler process accepts workers once it is settled."""
-        await self.link.up.wait()
+    settled = opened  # the scheduler process accepts workers once it is settled
 
     async def abandoned(self) -> None:
         """Wait until there was no link, or no shard, for ABANDONED_AFTER_S."""

@@ -28,9 +28,7 @@ class RpcPeer:
 
     def __init__(self, send: Callable[[Message], None], envelope: Callable[..., Message], handlers: Handlers) -> None:
         """`envelope` is the message that this end sends."""
-        self._send = send
-        self._envelope = envelope
-        self._handlers = handlers
+        self._send, self._envelope, self._handlers = send, envelope, handlers
         self._numbers = count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}
         self._handling: set[asyncio.Task[None]] = set()

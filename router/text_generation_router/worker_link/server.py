@@ -35,10 +35,7 @@ class WorkerLinkServer:
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         """`delivery` is that of `cluster`; `model` describes the shards, and every worker gets it."""
-        self.cluster = cluster
-        self.delivery = delivery
-        self.permits = permits
-        self.model = model
+        self.cluster, self.delivery, self.permits, self.model = cluster, delivery, permits, model
         self.connections: dict[int, WorkerConnection] = {}
         """By number of the worker."""
         self.handlers: dict[str, Handler] = {convert.INFO: self._info, convert.SET_ADAPTER: self._set_adapter}

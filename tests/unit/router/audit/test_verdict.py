@@ -15,9 +15,7 @@ from text_generation_router.audit.verdict import (
     Bounds,
     Judgement,
     Verdict,
-    bounds_of,
     judge,
-    measured_bounds,
 )
 
 TOKENS = list(range(100, 120))
@@ -121,7 +119,7 @@ def test_the_last_token_may_have_no_score() -> None:
 def test_bounds_follow_the_data_type() -> None:
     def bounds(dtype: str, engine: str = "torch", cache: str = "", *, has_states: bool = False) -> Bounds:
         info = pb.InfoResponse(engine=engine, dtype=dtype, kv_cache_dtype=cache)
-        return bounds_of(info, has_states=has_states)
+        return Bounds.of(info, has_states=has_states)
 
     assert [bounds(dtype) for dtype in ("float32", "bfloat16", "float16")] == [EXACT, ROUNDED, ROUNDED]
     assert bounds("float32", has_states=True) == RECURRENT
@@ -133,4 +131,4 @@ def test_bounds_follow_the_data_type() -> None:
     ("replayed", "token"), [([-0.5, -0.501], 0.25), ([-0.55, -0.5], 0.4), ([-0.9, -0.5], 0.5), ([nan, nan], 0.5)]
 )
 def test_bounds_are_a_multiple_of_the_difference_measured(replayed: list[float], token: float) -> None:
-    assert measured_bounds([-0.5, -0.5], replayed).token == pytest.approx(token)
+    assert Bounds.measured([-0.5, -0.5], replayed).token == pytest.approx(token)
