@@ -96,7 +96,14 @@ async def run_to_end(
                 watching.cancel()
                 if companion is not None:
                     companion.cancel()
-                await _run_whole(_end(process, spec, grace_period, forwarding, mark, reserve))
+
+                async def end() -> None:
+                    """End the child and what it left behind; wait for its output."""
+                    await _stop(process, spec, grace_period)
+                    await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
+                    await orphans.reap(mark, reserve)
+
+                await _run_whole(end())
                 forwarding.cancel()
 
 
@@ -124,20 +131,6 @@ async def _run_whole(work: Coroutine[None, None, None]) -> None:
     if cancellation is not None:
         raise cancellation
     task.result()
-
-
-async def _end(
-    process: asyncio.subprocess.Process,
-    spec: ChildSpec,
-    grace_period: GracePeriod,
-    forwarding: asyncio.Task[None],
-    mark: str,
-    reserve: DescriptorReserve,
-) -> None:
-    """End a child and what it left behind; wait for its output."""
-    await _stop(process, spec, grace_period)
-    await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
-    await orphans.reap(mark, reserve)
 
 
 async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_period: GracePeriod) -> None:

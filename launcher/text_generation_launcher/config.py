@@ -255,7 +255,6 @@ class LauncherConfig(
 
     @property
     def host_cache_bytes(self) -> int:
-        """The size of the host cache."""
         return size_in_bytes(self.host_cache_size)
 
     def _check_hosts(self) -> None:

@@ -43,16 +43,11 @@ async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode
     """Serve until a signal arrives or serving fails; return the exit code."""
     notifier = Notifier(environ)
     notifier.show(lambda: f"starting {config.model_id}")
-    async with background(send_heartbeats(notifier)):
-        return await _serve_until_signal(config, environ, notifier)
-
-
-async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str], notifier: Notifier) -> ExitCode:
     stop = GracefulShutdown(reloads=bool(config.api_keys_file))
     stop.listen()
     code = ExitCode.STOPPED
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with background(send_heartbeats(notifier)), asyncio.TaskGroup() as tasks:
             work = tasks.create_task(_serve(config, environ, stop, notifier))
             await stop.requested.wait()
             notifier.stopping()

@@ -35,8 +35,6 @@ STOP_MARGIN = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to start."""
-
     name: str
     """The name of the process in its log records."""
     argv: tuple[str, ...]
@@ -76,7 +74,6 @@ class LaunchPlan:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports that the router listens on."""
         return tuple(filter(None, (self.port, self.management_port))) if self.router else ()
 
     @property

@@ -96,32 +96,25 @@ class UnitExit:
     """Further fields for the log."""
 
 
+@dataclass(eq=False)
 class Unit(ABC):
     """Processes that start and end together, and the history of their deaths."""
 
-    def __init__(
-        self,
-        kind: str,
-        fields: Mapping[str, object],
-        stop: GracefulShutdown,
-        reserve: DescriptorReserve,
-        addresses: Collection[str] = (),
-    ) -> None:
-        """`kind` names it in the events of the log, and `fields` are in their records; `addresses`: those it listens on.
-
-        `reserve` has descriptors for the starts and ends of processes.
-        """
-        self._kind = kind
-        self.fields = fields
-        self._stop = stop
-        self._reserve = reserve
-        self._addresses = addresses
-        self.streak = FailureStreak()
-        self.serving = asyncio.Event()
-        self.has_served = False
-        """True once it has served, also in a former run."""
-        self._serving_since = 0.0
-        self._died_at: float | None = None
+    kind: str
+    """Names it in the events of the log."""
+    fields: Mapping[str, object]
+    """Fields of its records in the log."""
+    stop: GracefulShutdown
+    reserve: DescriptorReserve
+    """Descriptors for the starts and ends of processes."""
+    addresses: Collection[str] = ()
+    """The addresses that it listens on."""
+    streak: FailureStreak = FailureStreak()
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    has_served: bool = False
+    """True once it has served, also in a former run."""
+    _serving_since: float = 0.0
+    _died_at: float | None = None
 
     @abstractmethod
     async def run(self) -> UnitExit:
@@ -138,7 +131,7 @@ class Unit(ABC):
 
     def event(self, happening: str) -> str:
         """Return the event of a log record, such as "router died"."""
-        return f"{self._kind} {happening}"
+        return f"{self.kind} {happening}"
 
     async def run_once(self) -> tuple[UnitExit, float]:
         """Run the processes once; return their end and the seconds that they served, 0 if they never did."""
@@ -148,7 +141,7 @@ class Unit(ABC):
             self._died_at = time.monotonic()
             served = self._died_at - self._serving_since if self.serving.is_set() else 0.0
             self.serving.clear()
-            for path in filter(None, map(socket_path, self._addresses)):
+            for path in filter(None, map(socket_path, self.addresses)):
                 remove_socket(path)  # a killed process could not
         return end, served
 
@@ -180,12 +173,10 @@ class Restarts:
 
     @property
     def serving(self) -> int:
-        """The number of units that serve."""
         return sum(unit.serving.is_set() for unit in self.units)
 
     @property
     def has_served(self) -> bool:
-        """True once a unit has served."""
         return any(unit.has_served for unit in self.units)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:

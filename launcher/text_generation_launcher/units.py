@@ -93,10 +93,10 @@ class ReplicaUnit(Unit):
         hung = asyncio.Event()  # a rank that hangs may wait for another one: the stacks of all are needed
 
         def grace_period(seconds: float, terminate: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-            return self._stop.grace_period(min(seconds, BROKEN_GRACE) if broken else seconds, terminate)
+            return self.stop.grace_period(min(seconds, BROKEN_GRACE) if broken else seconds, terminate)
 
         async def run(spec: ShardSpec, description: Description) -> None:
-            running = self._run_shard(spec, grace_period, hung=hung, described=description, reserve=self._reserve)
+            running = self._run_shard(spec, grace_period, hung=hung, described=description, reserve=self.reserve)
             exits.append(await self.run_process(running, spec.name, rank=spec.rank))
 
         async with asyncio.TaskGroup() as tasks:
@@ -124,18 +124,18 @@ class RouterUnit(Unit):
         serves.add_done_callback(lambda _: self.mark_serving())
         running = run_to_end(
             self._spec,
-            self._stop.grace_period,
+            self.stop.grace_period,
             described=serves,
-            reserve=self._reserve,
+            reserve=self.reserve,
             beside=self._forward_hangups,
         )
         return await self.run_process(running, self._spec.name)
 
     async def _forward_hangups(self, process: asyncio.subprocess.Process) -> None:
         """Pass SIGHUP on. One that arrives while the process starts is passed on when it serves and has a handler."""
-        hangup = self._stop.reload
+        hangup = self.stop.reload
         await self.serving.wait()
         while True:
             await hangup.wait()
-            hangup = self._stop.reload
+            hangup = self.stop.reload
             send(process, signal.SIGHUP)

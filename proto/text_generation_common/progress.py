@@ -55,7 +55,6 @@ class WorkProgress:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the start."""
         return self._clock() - self._started
 
     def add(self, amount: int = 1) -> None:

@@ -40,22 +40,20 @@ class ShardAccess(ProcessConfig):
     @classmethod
     def _read_token(cls, settings: dict[str, object]) -> dict[str, object]:
         """Read the token from its file. Children get the token, not the file: its content may have changed meanwhile."""
-        file = settings.get("shard_token_file")
-        if not file:
+        if not (file := settings.get("shard_token_file")):
             return settings
+        named = f"--shard-token-file (or SHARD_TOKEN_FILE): {file}"
         try:
             with Path(str(file)).open("rb") as opened:
                 content = opened.read(MAX_TOKEN_BYTES + 1)
             token = content.decode("ascii").strip()
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or "it has characters that are not ASCII"
-            raise ValueError(f"--shard-token-file (or SHARD_TOKEN_FILE): {file} cannot be read: {reason}") from None
+            raise ValueError(f"{named} cannot be read: {reason}") from None
         if len(content) > MAX_TOKEN_BYTES:
-            raise ValueError(
-                f"--shard-token-file (or SHARD_TOKEN_FILE): {file} is larger than {MAX_TOKEN_BYTES:,} bytes"
-            )
+            raise ValueError(f"{named} is larger than {MAX_TOKEN_BYTES:,} bytes")
         if not token:
-            raise ValueError(f"--shard-token-file (or SHARD_TOKEN_FILE): {file} is empty")
+            raise ValueError(f"{named} is empty")
         return settings | {"shard_token": token, "shard_token_file": ""}
 
     @model_validator(mode="after")

@@ -27,8 +27,6 @@ class Copy(NamedTuple):
 
 
 class CopyEnd(NamedTuple):
-    """A copy that has ended."""
-
     number: int
     failed: tuple[int, ...] = ()
     """Indices of the blocks that were not copied, or whose checksum was wrong, counted over all groups."""

@@ -113,7 +113,6 @@ class Generation:
 
     @property
     def count(self) -> int:
-        """New tokens so far."""
         return len(self._texts)
 
     def on_scheduled(self, cached_tokens: int, replica: int) -> None:

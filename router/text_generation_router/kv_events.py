@@ -94,8 +94,6 @@ class KvEvents:
 
 
 class KvEventsPublisher:
-    """Publishes the events of a scheduler."""
-
     def __init__(self, config: KvEventsConfig) -> None:
         """Open the sockets. Raises CannotServe."""
         self._topic = config.topic.encode()

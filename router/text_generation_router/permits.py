@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from text_generation_router.errors import InvalidRequest, Overloaded
@@ -30,6 +31,7 @@ class ConcurrencyLimit(Protocol):
         """
 
 
+@dataclass(slots=True)
 class Permits:
     """The limit of concurrent generations, counted here. Requests above it are refused at once.
 
@@ -37,13 +39,12 @@ class Permits:
     its value. So a tenant that comes late finds a permit although others hold all of them.
     """
 
-    def __init__(self, limit: int, retry_after: Callable[[TenantId], float | None] = lambda tenant: None) -> None:
-        """`retry_after` returns the expected wait of a tenant's next request in seconds; None: unknown."""
-        self.limit = limit
-        self.in_use = 0
-        self._held: dict[TenantId, int] = {}
-        """Permits by tenant; none is 0."""
-        self._retry_after = retry_after
+    limit: int
+    retry_after: Callable[[TenantId], float | None] = lambda tenant: None
+    """Returns the expected wait of a tenant's next request in seconds; None: unknown."""
+    in_use: int = 0
+    _held: dict[TenantId, int] = field(default_factory=dict)
+    """Permits by tenant; none is 0."""
 
     @asynccontextmanager
     async def take(
@@ -61,7 +62,7 @@ class Permits:
         if count > self.limit:
             raise InvalidRequest(f"at most {self.limit} generations may be asked for at once. Given: {count}")
         if self.in_use + count > self.limit and not self._has_share_left(count, tenant):
-            raise Overloaded(retry_after_s=self._retry_after(tenant))
+            raise Overloaded(retry_after_s=self.retry_after(tenant))
         self.hold(count, tenant)
 
     def hold(self, count: int, tenant: TenantId) -> None:

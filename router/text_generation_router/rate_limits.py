@@ -13,8 +13,6 @@ MIN_PRUNED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A key with limits."""
-
     key: str
     """The digest of the key, in hexadecimal digits."""
     requests_per_minute: int | None

@@ -66,8 +66,6 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter that was checked."""
-
     name: str
     folder: Path
     changes: Mapping[str, LoraModule]

@@ -113,13 +113,9 @@ def _described(
         "engine": info.engine,
         "code": code,
         "code_reason": reason,
-        "model_type": info.model_type,
-        "dtype": info.dtype,
-        "device": info.device,
+        **{name: getattr(info, name) for name in ("model_type", "dtype", "device")},
         "quantization": quantization,
-        "max_sequence_length": info.max_sequence_length,
-        "max_slots": info.max_slots,
-        "block_size": info.block_size,
+        **{name: getattr(info, name) for name in ("max_sequence_length", "max_slots", "block_size")},
         "blocks": None if groups is None else groups[0].num_blocks,
         "cache_groups": [
             {"window": each.window, "state": each.is_state, "blocks": each.num_blocks, "host_blocks": each.host_blocks}

@@ -199,7 +199,7 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     """Bytes of that part; 0: there is no host cache."""
 
     @model_validator(mode="after")
-    def _check_group(self) -> Self:
+    def _check_addresses(self) -> Self:
         if self.rank >= self.world_size:
             raise ValueError(f"`rank`({self.rank}) must be < `world_size`({self.world_size})")
         if self.world_size > 1 and socket_path(self.group_address) is None:
@@ -209,10 +209,6 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
                 raise ValueError(
                     f"`world_size` is {self.world_size}: `group_address` must be unix:///path or host:port"
                 ) from None
-        return self
-
-    @model_validator(mode="after")
-    def _check_address(self) -> Self:
         for address in (self.address, *((self.group_address,) if self.world_size > 1 else ())):
             self.check_tls(address)
         return self

@@ -78,8 +78,6 @@ def watch_gpus(
 
 
 class WatchedGpu:
-    """One GPU, or one slice."""
-
     def __init__(self, system: ModuleType, gpu: Gpu) -> None:
         self._system = system
         self._gpu = gpu

@@ -67,8 +67,6 @@ class KubernetesApi:
 
 
 class KubernetesSource:
-    """Lists and watches the EndpointSlices of a service."""
-
     def __init__(
         self, namespace: str, service: str, port: str, api: "KubernetesApi", relist_s: float = RELIST_S
     ) -> None:

@@ -29,8 +29,6 @@ SILENCE_S = 4.0
 
 
 class SharedShards:
-    """The shards that this router is to drive."""
-
     def __init__(self, shards: Source, peers: Source, port: int, name: Address = "") -> None:
         """`name` is the address of this router among `peers`; by default that of `port` at this machine."""
         self._shards, self._peers = shards, peers

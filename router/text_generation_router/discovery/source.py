@@ -24,8 +24,6 @@ class Source(Protocol):
 
 
 class StaticSource:
-    """A fixed list of members."""
-
     def __init__(self, addresses: Iterable[Address]) -> None:
         self._addresses = frozenset(addresses)
 

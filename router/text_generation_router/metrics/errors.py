@@ -22,8 +22,6 @@ MAX_ERROR_TEXT = 300
 
 @dataclass(frozen=True, slots=True)
 class RecentError:
-    """The errors of one kind."""
-
     route: str
     """The path as it is in the table of routes; "" if there is none."""
     status: int

@@ -8,6 +8,7 @@ Reports bring the states of GPUs, too, which are shown as they are.
 
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -106,11 +107,11 @@ class GpuMetrics:
             name = f"text_generation_gpu_{suffix}"
             yield head_text(name, documentation, "counter" if suffix.endswith("_total") else "gauge")
             for labels, state in gpus:
-                for field, label in fields.items():
-                    if field in THROTTLE_REASONS:
-                        yield f"{name}{{{labels}{label}}} {float(field in state.throttle_reasons)!r}\n"
-                    elif state.HasField(field):  # type: ignore[arg-type]
-                        yield f"{name}{{{labels}{label}}} {float(getattr(state, field))!r}\n"
+                for source, label in fields.items():
+                    if source in THROTTLE_REASONS:
+                        yield f"{name}{{{labels}{label}}} {float(source in state.throttle_reasons)!r}\n"
+                    elif state.HasField(source):  # type: ignore[arg-type]
+                        yield f"{name}{{{labels}{label}}} {float(getattr(state, source))!r}\n"
 
 
 class StepMetrics:
@@ -240,6 +241,7 @@ class StepMetrics:
             self.token_gaps.observe(0.0, end - first - 1)
 
 
+@dataclass(slots=True, eq=False)
 class TokenGaps:
     """Inter-token latency: exact, at a cost per step and not per token.
 
@@ -248,22 +250,21 @@ class TokenGaps:
     time of its last token until it gets another one, on any replica, so that long gaps are measured too.
     """
 
-    def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
-        self._last: dict[int, tuple[float, set[RequestId]]] = {}
-        """By replica: the time of its last step, and the requests that got a token in it."""
-        self.left_out: dict[RequestId, float] = {}
-        """Time of the last token of requests that were not in the last step of their replica. Some may have ended."""
-        self._sweep_above = MIN_SWEEP
+    histogram: Histogram
+    left_out: dict[RequestId, float] = field(default_factory=dict)
+    """Time of the last token of requests that were not in the last step of their replica. Some may have ended."""
+    _last: dict[int, tuple[float, set[RequestId]]] = field(default_factory=dict)
+    """By replica: the time of its last step, and the requests that got a token in it."""
+    _sweep_above: int = MIN_SWEEP
 
     def step(self, replica: int, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
         """Record a step with new tokens for `served`; keeps that set. `alive`: requests that continue."""
         at, previous = self._last.get(replica, (now, set()))
         if together := len(served & previous):
-            self._histogram.observe(now - at, together)
+            self.histogram.observe(now - at, together)
         if self.left_out:
             for request_id in self.left_out.keys() & served:
-                self._histogram.observe(now - self.left_out.pop(request_id))
+                self.histogram.observe(now - self.left_out.pop(request_id))
             if len(self.left_out) > self._sweep_above:
                 self.left_out = {each: at for each, at in self.left_out.items() if each in alive}
                 self._sweep_above = max(MIN_SWEEP, 2 * len(self.left_out))

@@ -20,8 +20,6 @@ MIN_GAIN = 128
 
 
 class StateCheckpoint(NamedTuple):
-    """A checkpoint to leave."""
-
     position: int
     is_spare: bool = False
     """It takes no block of another, and is evicted first."""

@@ -40,8 +40,6 @@ MOST_STORED = 512
 
 @dataclass(slots=True, eq=False)
 class WaitingPrefix:
-    """A prefix that waits for its store."""
-
     salt: str
     key: bytes
     tenant: str
@@ -53,8 +51,6 @@ class WaitingPrefix:
 
 @dataclass(slots=True, eq=False)
 class PrefixLoad:
-    """A load under way."""
-
     sequence: ScheduledSequence
     prefix: Prefix
     """That on the host."""
@@ -65,8 +61,6 @@ class PrefixLoad:
 
 @dataclass(slots=True, eq=False)
 class PrefixStore:
-    """A store under way."""
-
     waiting: WaitingPrefix
     device: Node
     """The locked node at its end on the device."""
@@ -112,7 +106,6 @@ class ReplicaCopies:
 
     @property
     def may_have_orders(self) -> bool:
-        """True if `orders` may return copies."""
         return bool(self._ordered) or next(self._due(), None) is not None
 
     @property

@@ -19,8 +19,6 @@ from text_generation_router.scheduling.window_pool import WindowPool
 
 
 class HostCache:
-    """The blocks of one host."""
-
     def __init__(self, spec: ReplicaSpec, counts: Counter[str], stores: Iterator[int]) -> None:
         """`stores` gives the number of each store."""
         self.counts = counts

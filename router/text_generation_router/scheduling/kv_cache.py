@@ -127,9 +127,8 @@ class KVCache:
 
         A sequence with states is asked to leave a checkpoint there.
         """
-        if (states := leader.states) is None or states.leaves_within(
-            tokens - MIN_SHARED_TOKENS + 1, tokens, self.block_size
-        ):
+        states, first = leader.states, tokens - MIN_SHARED_TOKENS + 1
+        if states is None or states.leaves_within(first, tokens, self.block_size):
             return True
         if not leader.num_scheduled_tokens < tokens < leader.prefill_length:
             return False

@@ -59,7 +59,6 @@ class ReplicaSpec:
 
     @property
     def host_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups of the host cache."""
         further = (replace(group, num_blocks=group.host_blocks, host_blocks=0) for group in self.further_groups)
         return CacheGroup(self.host_blocks), *further
 

@@ -38,8 +38,6 @@ STEPS_AHEAD = 2
 
 
 class ReplicaScheduler:
-    """The sequences of one replica."""
-
     def __init__(self, replica: int, spec: ReplicaSpec, policy: Policy, host: HostCache | None = None) -> None:
         self.replica = replica
         self.spec = spec

@@ -11,8 +11,6 @@ from text_generation_router.scheduling.messages import ReplicaSpec
 
 
 class RunningAdapters:
-    """The adapters of the sequences of one replica."""
-
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
         """Sequences by adapter, the one that has had its place for the longest first."""

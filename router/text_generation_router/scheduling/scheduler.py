@@ -46,6 +46,9 @@ from text_generation_router.scheduling.replays import Replays
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
+COUNTED = ("preemptions", "prompt_tokens", "hit_tokens")
+"""Counts that each replica keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
@@ -101,7 +104,7 @@ class Scheduler:
         self._lengths = OutputLengths()
         self._throughputs = Throughputs()
         self._numbers, self._arrivals = count(), count(1)
-        self._lost_preemptions = self._lost_prompt_tokens = self._lost_hit_tokens = 0
+        self._lost = Counter[str]()
         """Counts of replicas that were lost since."""
         self._cancellations = self.expired = self._moves = 0
         for _ in range(replicas):
@@ -203,7 +206,6 @@ class Scheduler:
         return (scheduler := self.replicas[replica]) is not None and scheduler.may_have_orders
 
     def update(self, replica: int, output: StepOutput, now: float) -> Deliveries:
-        """Record the results of a step."""
         deliveries, scheduler = Deliveries(), self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
         measured = replica != self.replays.replica
@@ -291,9 +293,7 @@ class Scheduler:
             return Deliveries()
         self.replicas[replica] = None
         self._dispatcher.changed(replica)
-        self._lost_preemptions += lost.preemptions
-        self._lost_prompt_tokens += lost.prompt_tokens
-        self._lost_hit_tokens += lost.hit_tokens
+        self._lost.update({name: getattr(lost, name) for name in COUNTED})
         deliveries = Deliveries()
         for sequence in self.replays.forget(lost.close(), deliveries):
             if sequence.state is State.CANCELLED:
@@ -391,10 +391,8 @@ class Scheduler:
             block_size=self._capacity.block_size,
             num_replicas=len(self.replicas),
             serving_replicas=len(available),
-            preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),
             cancellations=self._cancellations,
             expirations=self.expired,
             moves=self._moves,
-            prompt_tokens=self._lost_prompt_tokens + sum(replica.prompt_tokens for replica in serving),
-            hit_tokens=self._lost_hit_tokens + sum(replica.hit_tokens for replica in serving),
+            **{name: self._lost[name] + sum(getattr(each, name) for each in serving) for name in COUNTED},
         )

@@ -24,8 +24,6 @@ from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, 
 
 @dataclass(slots=True)
 class HeldStates:
-    """The states of a sequence."""
-
     current: GroupBlock
     """The block to which its last chunk writes. While there is one in `after`, it is a checkpoint."""
     source: Sequence[GroupBlock]
@@ -41,7 +39,6 @@ class HeldStates:
 
     @property
     def blocks(self) -> Iterable[GroupBlock]:
-        """All blocks that it holds."""
         return chain(self.source, self.kept.values(), self.after or (self.current,))
 
     def between(self, first: int, end: int) -> list[GroupBlock]:
@@ -63,8 +60,6 @@ class HeldStates:
 
 
 class StatePool(WindowPool):
-    """The blocks of the group."""
-
     def __init__(self, group: CacheGroup, block_size: int) -> None:
         super().__init__(group, block_size)
         self._evicted_rank = 0

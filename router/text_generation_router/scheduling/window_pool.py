@@ -66,8 +66,6 @@ class HeldBlocks:
 
 
 class WindowPool:
-    """The blocks of one group."""
-
     def __init__(self, group: CacheGroup, block_size: int) -> None:
         self.group = group
         self._block_size = block_size

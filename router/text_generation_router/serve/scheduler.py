@@ -1,6 +1,5 @@
 """The scheduler process: queue, scheduling and shards for all HTTP workers. It serves no HTTP and knows no text."""
 
-import asyncio
 from pathlib import Path
 
 from text_generation_common.exit_codes import CannotServe, ExitCode
@@ -9,20 +8,19 @@ from text_generation_common.log import log
 from text_generation_common.notify import Notifier
 from text_generation_common.sockets import SocketInUse
 from text_generation_common.stop_signals import StopSignals
-from text_generation_common.waiting import background, first_of
+from text_generation_common.waiting import background, first_of, holds_for
 from text_generation_router.config import RouterConfig
 from text_generation_router.memory import configure_allocator, configure_collector
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.draining import drain
 from text_generation_router.serve.shards import Shards
-from text_generation_router.shards.cluster import Cluster
 from text_generation_router.stats.summed import SummedStats
-from text_generation_router.worker_link.columns import WorkerDelivery, WorkerLink
+from text_generation_router.worker_link.columns import WorkerDelivery
 from text_generation_router.worker_link.remote_limits import rate_handlers
 from text_generation_router.worker_link.server import WorkerLinkServer
 
 DRAIN_CHECK_S = 0.02
-"""Seconds between two looks at the requests of a draining process."""
+"""Seconds without a request after which a process has drained."""
 
 
 async def serve_workers(config: RouterConfig) -> ExitCode:
@@ -58,13 +56,9 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
                     notifier.ready()
                 await signals.stop.wait()
                 cluster.stopping = True
-                await drain(cluster, _ended(cluster), signals, notifier, config.graceful_termination_timeout)
+                ended = holds_for(DRAIN_CHECK_S, lambda: not cluster.live_requests)
+                await drain(cluster, ended, signals, notifier, config.graceful_termination_timeout)
         except (OSError, SocketInUse) as error:
             raise CannotServe(f"cannot listen on {config.worker_socket}: {error}") from error
     log.info("stopped")
     return ExitCode.STOPPED
-
-
-async def _ended(cluster: Cluster[WorkerLink]) -> None:
-    while cluster.live_requests:  # noqa: ASYNC110 - no event: this runs once, at the end
-        await asyncio.sleep(DRAIN_CHECK_S)

@@ -7,7 +7,7 @@ last request, which may still move to replicas that join. A replica that is sile
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -29,32 +29,30 @@ _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class ReplicaAdapters:
-    """The adapters of all replicas."""
-
-    def __init__(self, scheduler: Scheduler, is_silent: Callable[[int], bool]) -> None:
-        """`is_silent` returns True for a replica that does not answer."""
-        self._scheduler = scheduler
-        self._is_silent = is_silent
-        self._clients: dict[tuple[int, ...], ShardClient] = {}
-        """The clients of the shards that have a session, by the scheduler's numbers of their ranks."""
-        self._paths: dict[str, str] = {}
-        """Folders of the adapters that were loaded, by name; also of those that leave."""
-        self._unloaded: set[str] = set()
-        """Names that replicas may still have from their start."""
-        self._leaving: dict[str, None] = {}
-        """Adapters that are unloaded after their last request."""
-        self._permitted = False
-        """Replicas load and unload adapters."""
-        self._changing = asyncio.Lock()
-        self._tasks: asyncio.TaskGroup
-        """The loads under way."""
-        self._look = asyncio.Event()
+    scheduler: Scheduler
+    is_silent: Callable[[int], bool]
+    """Returns True for a replica that does not answer."""
+    _clients: dict[tuple[int, ...], ShardClient] = field(default_factory=dict)
+    """The clients of the shards that have a session, by the scheduler's numbers of their ranks."""
+    _paths: dict[str, str] = field(default_factory=dict)
+    """Folders of the adapters that were loaded, by name; also of those that leave."""
+    _unloaded: set[str] = field(default_factory=set)
+    """Names that replicas may still have from their start."""
+    _leaving: dict[str, None] = field(default_factory=dict)
+    """Adapters that are unloaded after their last request."""
+    _permitted: bool = False
+    """Replicas load and unload adapters."""
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tasks: asyncio.TaskGroup = field(init=False)
+    """The loads under way."""
+    _look: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def names(self) -> Collection[str]:
         """The adapters that requests may name."""
-        return [name for name in self._scheduler.adapters if name not in self._leaving]
+        return [name for name in self.scheduler.adapters if name not in self._leaving]
 
     async def equip(self, ranks: tuple[int, ...], client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
         """Give a replica that joins the same adapters as the others, as far as it can; return its new description."""
@@ -68,7 +66,7 @@ class ReplicaAdapters:
             for change in changes:
                 if (error := await self._set(ranks, client, *change)) is not None:
                     log.warning("a replica has other LoRA adapters", replica=ranks[0], reason=error[1])
-            if changes and not self._is_silent(ranks[0]):
+            if changes and not self.is_silent(ranks[0]):
                 info = replace(info, info=await client.info())
             self._clients[ranks] = client
             return info
@@ -102,7 +100,7 @@ class ReplicaAdapters:
         async with self._changing:
             if name in self._leaving:
                 return InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
-            if name in self._scheduler.adapters:
+            if name in self.scheduler.adapters:
                 return InvalidRequest(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
             if errors := await self._on_all(name, path):
                 self._unloaded.add(name)
@@ -114,7 +112,7 @@ class ReplicaAdapters:
                 return Unhealthy("no shard serves now")
             self._paths[name] = path
             self._unloaded.discard(name)
-            self._scheduler.set_adapter(name, [number for ranks in self._clients for number in ranks])
+            self.scheduler.set_adapter(name, [number for ranks in self._clients for number in ranks])
         log.info("LoRA adapter loaded", adapter=name, path=path, replicas=len(self._clients))
         return None
 
@@ -135,7 +133,7 @@ class ReplicaAdapters:
                 return
             self._paths.pop(name, None)
             self._unloaded.add(name)
-            self._scheduler.set_adapter(name, ())  # before it leaves the replicas: no replay begins without it
+            self.scheduler.set_adapter(name, ())  # before it leaves the replicas: no replay begins without it
             for code, reason in await self._on_all(name, None):
                 if code is not grpc.StatusCode.NOT_FOUND:  # not all replicas need have it
                     log.warning("a replica did not unload an adapter", adapter=name, reason=reason)
@@ -143,7 +141,7 @@ class ReplicaAdapters:
         log.info("LoRA adapter unloaded", adapter=name)
 
     def _is_used(self, name: str) -> bool:
-        return any(each.request.adapter == name for each in self._scheduler.requests.values())
+        return any(each.request.adapter == name for each in self.scheduler.requests.values())
 
     async def _on_all(self, name: str, path: str | None) -> list[Error]:
         """Load or unload an adapter on all replicas at once; return the errors."""
@@ -156,7 +154,7 @@ class ReplicaAdapters:
         async with asyncio.TaskGroup() as tasks:
             call = tasks.create_task(_set_adapter(client, name, path))
             while not (await asyncio.wait((call,), timeout=LOOK_S))[0]:
-                if self._is_silent(ranks[0]):
+                if self.is_silent(ranks[0]):
                     call.cancel()
                     return grpc.StatusCode.UNAVAILABLE, "a replica does not answer"
         return None if call.cancelled() else call.result()

@@ -42,8 +42,6 @@ WAIT_TOLERANCE = 1.5
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """A shard that is a member."""
-
     replica: int
     address: str
     state: Literal["joining", "serving", "hung", "draining", "taken", "refused"]

@@ -19,14 +19,10 @@ WorkerLink = Link[pb.FromWorker]
 
 
 class WorkerDelivery(Delivery[WorkerLink]):
-    """The workers of all live requests."""
-
     def of(self, link: WorkerLink) -> list[RequestId]:
-        """Return the live requests of a worker."""
         return [request_id for request_id, each in self._receivers.items() if each is link]
 
     def is_of(self, link: WorkerLink, request_id: RequestId) -> bool:
-        """Return True if this is a live request of the worker."""
         return self._receivers.get(request_id) is link
 
     def placed(self, request_id: RequestId, cached_tokens: int, replica: int) -> None:

@@ -104,8 +104,6 @@ def request_ids(worker: int) -> Iterator[RequestId]:
 
 
 class RemoteCluster(ClusterInterface):
-    """The replicas behind the scheduler process."""
-
     def __init__(self, path: Path, worker: int, handlers: Handlers) -> None:
         """`path` is the Unix socket of the scheduler process, `worker` the number of this one; `handlers` answer it."""
         self.stopping = self.draining = False

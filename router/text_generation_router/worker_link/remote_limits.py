@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from text_generation_proto.worker_link import worker_link_pb2 as pb
@@ -18,12 +19,12 @@ START_REQUEST, SPEND_TOKENS = "start request", "spend tokens"
 """Methods of the link."""
 
 
+@dataclass(slots=True)
 class RemotePermits:
     """The permits of all workers together; a ConcurrencyLimit."""
 
-    def __init__(self, limit: int, link: SchedulerLink) -> None:
-        self.limit = limit
-        self._link = link
+    limit: int
+    link: SchedulerLink
 
     @asynccontextmanager
     async def take(
@@ -35,8 +36,8 @@ class RemotePermits:
             await self._take(permits, deadline)
             yield
         finally:  # also if the wait for them ended early: they may be taken by now
-            self._link.held.pop(permits.number, None)
-            self._link.send(pb.FromWorker(give_permits=pb.GivePermits(number=permits.number)))
+            self.link.held.pop(permits.number, None)
+            self.link.send(pb.FromWorker(give_permits=pb.GivePermits(number=permits.number)))
 
     async def _take(self, permits: pb.TakePermits, deadline: float | None) -> None:
         def numbered(number: int) -> pb.FromWorker:
@@ -45,22 +46,22 @@ class RemotePermits:
 
         try:
             async with asyncio.timeout_at(deadline):
-                await self._link.request(numbered)
+                await self.link.request(numbered)
         except TimeoutError:
             raise DeadlineExceeded("its time was over before it was queued") from None
-        self._link.held[permits.number] = permits
+        self.link.held[permits.number] = permits
 
 
+@dataclass(slots=True)
 class RemoteRates:
     """Asks the scheduler process; a RateCounter."""
 
-    def __init__(self, link: SchedulerLink) -> None:
-        self._link = link
-        self._spending: set[asyncio.Task[None]] = set()
+    link: SchedulerLink
+    _spending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start_request(self, rates: Rates) -> None:
         """Count one request. Raises RateLimited, Unhealthy."""
-        await self._link.call(START_REQUEST, rates)
+        await self.link.call(START_REQUEST, rates)
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
         if rates.tokens_per_minute is not None and tokens:
@@ -70,7 +71,7 @@ class RemoteRates:
 
     async def _spend(self, rates: Rates, tokens: int) -> None:
         with suppress(ServingError):  # without a scheduler process there are no counts
-            await self._link.call(SPEND_TOKENS, rates, tokens)
+            await self.link.call(SPEND_TOKENS, rates, tokens)
 
 
 def rate_handlers(limits: RateLimits) -> Handlers:

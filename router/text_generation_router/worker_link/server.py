@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from text_generation_common.log import log
@@ -23,31 +24,29 @@ STATE_EVERY_S = 0.25
 """Seconds between two looks at the state of the cluster, which is sent when it changed."""
 
 
+@dataclass(slots=True)
 class WorkerLinkServer:
-    """The connections of the workers that are connected."""
+    cluster: Cluster[WorkerLink]
+    delivery: WorkerDelivery
+    """That of `cluster`."""
+    permits: Permits
+    model: ReplicaInfo
+    """Describes the shards; every worker gets it."""
+    max_unread_bytes: int = MAX_UNREAD_BYTES
+    connections: "dict[int, WorkerConnection]" = field(default_factory=dict)
+    """By number of the worker."""
+    handlers: dict[str, Handler] = field(default_factory=dict)
+    """Handlers of the calls of workers; more may be added before `listening`."""
 
-    def __init__(
-        self,
-        cluster: Cluster[WorkerLink],
-        delivery: WorkerDelivery,
-        permits: Permits,
-        model: ReplicaInfo,
-        max_unread_bytes: int = MAX_UNREAD_BYTES,
-    ) -> None:
-        """`delivery` is that of `cluster`; `model` describes the shards, and every worker gets it."""
-        self.cluster, self.delivery, self.permits, self.model = cluster, delivery, permits, model
-        self.connections: dict[int, WorkerConnection] = {}
-        """By number of the worker."""
-        self.handlers: dict[str, Handler] = {convert.INFO: self._info, convert.SET_ADAPTER: self._set_adapter}
-        """Handlers of the calls of workers; more may be added before `listening`."""
-        self._max_unread_bytes = max_unread_bytes
+    def __post_init__(self) -> None:
+        self.handlers |= {convert.INFO: self._info, convert.SET_ADAPTER: self._set_adapter}
 
     @asynccontextmanager
     async def listening(self, path: Path) -> AsyncIterator[None]:
         """Accept workers at a Unix socket inside the block. Raises OSError, SocketInUse."""
         await asyncio.to_thread(claim_socket, path)
         loop = asyncio.get_running_loop()
-        listener = await loop.create_unix_server(lambda: WorkerConnection(self, self._max_unread_bytes).link, str(path))
+        listener = await loop.create_unix_server(lambda: WorkerConnection(self, self.max_unread_bytes).link, str(path))
         try:
             async with background(self._watch_state()):
                 yield
