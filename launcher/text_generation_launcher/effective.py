@@ -32,15 +32,13 @@ async def effective_settings(config: LauncherConfig, environ: Mapping[str, str])
     derived = {name for name in type(config).model_fields if getattr(config, name) != getattr(checked, name)}
     sources = dict(config.sources) | dict.fromkeys(derived, DERIVED)
     del sources["print_config"]
-    return {"launcher": Effective(checked, sources)} | {
-        child.name: _of_child(child, checked, sources) for child in (*plan.shards, *plan.router)
-    }
+    children = {child.name: _of_child(child, checked, sources) for child in (*plan.shards, *plan.router)}
+    return {"launcher": Effective(checked, sources)} | children
 
 
 def _of_child(child: ChildSpec, parent: LauncherConfig, sources: Mapping[str, str]) -> Effective:
-    config = child.config.model_copy(
-        update={name: getattr(parent, name) for name in SECRETS if hasattr(child.config, name)}
-    )
+    secrets = {name: getattr(parent, name) for name in SECRETS if hasattr(child.config, name)}
+    config = child.config.model_copy(update=secrets)
     found = {}
     for name in type(config).model_fields:
         value = getattr(config, name)

@@ -185,13 +185,12 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
     host_cache = context.host_cache
     if host_cache.size:
         # Without the router, one of several may drive each replica: then they share nothing.
-        part, parts = (
-            (replica * here + number, config.num_replicas * here) if config.parts == "shards" else (number, here)
-        )
+        apart = config.parts == "shards"
+        part, parts = (replica * here + number, config.num_replicas * here) if apart else (number, here)
         start, part_bytes = host_cache.part(part, parts)
         settings |= {
             "host_cache_fd": host_cache.descriptor,
-            "host_cache_name": f"{host_cache.name}-{replica if config.parts == 'shards' else 0}",
+            "host_cache_name": f"{host_cache.name}-{replica if apart else 0}",
             "host_cache_start": start,
             "host_cache_bytes": part_bytes,
         }

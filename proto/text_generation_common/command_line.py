@@ -55,9 +55,8 @@ def parse_config(
 def _hint(config: type[ProcessConfig], message: str) -> str:
     """Return the flags and commands that are written like the unknown ones of a message; "" if it is about something else."""
     _, unrecognized, words = message.partition("unrecognized arguments:")
-    known = [f"--{name.replace('_', '-')}" for name in config.model_fields] + [
-        usage.split()[0] for usage in config.usages
-    ]
+    known = [f"--{name.replace('_', '-')}" for name in config.model_fields]
+    known += [usage.split()[0] for usage in config.usages]
     close = (get_close_matches(word.partition("=")[0].replace("_", "-"), known, 1, 0.75) for word in words.split())
     if meant := [match for matches in close for match in matches]:
         return f"; did you mean {', '.join(meant)}?"

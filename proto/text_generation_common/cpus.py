@@ -35,9 +35,8 @@ def _quota(folder: Path) -> float:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
-            )
+            files = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (file.read_text(encoding="ascii") for file in files)
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError):  # the quota may be the word max
         return math.inf

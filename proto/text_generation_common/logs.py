@@ -78,9 +78,8 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
     structured: tuple[structlog.typing.Processor, ...]
     if config.json_output:
         # Not the values of local variables: they contain prompts and keys.
-        tracebacks = structlog.processors.ExceptionRenderer(
-            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-        )
+        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        tracebacks = structlog.processors.ExceptionRenderer(transformer)
         structured = (_timestamp, tracebacks, shorten_texts, _add_message, structlog.processors.JSONRenderer())
     else:
         form: Any = {"sort_keys": False, "exception_formatter": _write_traceback_on_one_line}

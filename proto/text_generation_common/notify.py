@@ -70,9 +70,8 @@ class Notifier:
         if not self._unsent:
             return
         try:
-            self._socket.sendto(
-                "\n".join(f"{key}={value}" for key, value in self._unsent.items()).encode(), self._address
-            )
+            message = "\n".join(f"{key}={value}" for key, value in self._unsent.items())
+            self._socket.sendto(message.encode(), self._address)
         except OSError:  # its queue is full, or it restarts
             return
         self._unsent.clear()

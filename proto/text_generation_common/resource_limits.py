@@ -55,6 +55,5 @@ def memory_is_out(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(map(memory_is_out, error.exceptions))
     # Python has no class of its own for a thread that cannot be started.
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
-    )
+    no_thread = isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
+    return no_thread or isinstance(error, MemoryError)

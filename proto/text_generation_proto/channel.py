@@ -71,7 +71,6 @@ def open_channel(
 
 def read_certificates(access: Access) -> tuple[bytes, bytes, bytes]:
     """Return the contents of the CA, key and certificate files. Raises OSError."""
-    ca, key, cert = (
-        Path(name).read_bytes() for name in (access.shard_tls_ca, access.shard_tls_key, access.shard_tls_cert)
-    )
+    names = access.shard_tls_ca, access.shard_tls_key, access.shard_tls_cert
+    ca, key, cert = (Path(name).read_bytes() for name in names)
     return ca, key, cert

@@ -68,9 +68,8 @@ class ShardClient:
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    async for reply in self._health.Watch(
-                        request, wait_for_ready=True, timeout=RECONNECT_S, metadata=self._metadata
-                    ):
+                    options = {"wait_for_ready": True, "timeout": RECONNECT_S, "metadata": self._metadata}
+                    async for reply in self._health.Watch(request, **options):
                         if reply.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 except grpc.aio.AioRpcError as error:

@@ -173,10 +173,8 @@ class _Scales:
     def of(cls, settings: JsonObject) -> "_Scales":
         alpha, alphas = settings.number("lora_alpha"), {}
         if settings.get("alpha_pattern"):
-            for pattern in settings.inner("alpha_pattern").values:
-                alphas[pattern] = settings.merged({"lora_alpha": settings.get("alpha_pattern")[pattern]}).number(
-                    "lora_alpha"
-                )
+            for pattern, own in settings.inner("alpha_pattern").values.items():
+                alphas[pattern] = settings.merged({"lora_alpha": own}).number("lora_alpha")
         return cls(alpha, alphas, settings.flag("use_rslora", default=False))
 
     def of_module(self, name: str, rank: int) -> float:

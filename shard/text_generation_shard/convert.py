@@ -22,7 +22,7 @@ def orders_from_pb(message: pb.Orders) -> Orders:
     """Convert orders. Raises InvalidOrders if columns that belong together differ in length."""
     if len(message.prefill_slots) != len(message.prefill_tokens):
         raise InvalidOrders("prefill_slots and prefill_tokens differ in length")
-    placements: list[NewSequence] = []
+    placements, further = list[NewSequence](), message.further_allocations
     for sequence in message.placements:
         placements.append(_new_sequence(sequence, placements))
     return Orders(
@@ -31,9 +31,7 @@ def orders_from_pb(message: pb.Orders) -> Orders:
         placements=tuple(placements),
         allocations=_allocations(message.allocation_slots, message.allocation_counts, message.allocation_blocks),
         prefill=tuple(zip(message.prefill_slots, message.prefill_tokens, strict=True)),
-        further_allocations=tuple(
-            _allocations(group.slots, group.counts, group.blocks) for group in message.further_allocations
-        ),
+        further_allocations=tuple(_allocations(each.slots, each.counts, each.blocks) for each in further),
         copies=tuple(convert.copy_from_pb(copy) for copy in message.copies),
     )
 

@@ -48,9 +48,8 @@ async def serve(config: ShardConfig) -> ExitCode:
     signals = StopSignals()
     gpus = await _find_gpus(config)
     async with AsyncExitStack() as stack:
-        tracer = start_tracing(
-            config, "text-generation-inference.server", f"shard-{config.replica}", version("text-generation-trtllm")
-        )
+        names = "text-generation-inference.server", f"shard-{config.replica}", version("text-generation-trtllm")
+        tracer = start_tracing(config, *names)
         if tracer is not None:
             stack.push_async_callback(tracer.close)
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -28,23 +29,25 @@ SILENCE_S = 4.0
 """Seconds without an answer after which a peer is gone: its host vanished, or it hangs."""
 
 
+@dataclass(slots=True, eq=False)
 class SharedShards:
-    def __init__(self, shards: Source, peers: Source, port: int, name: Address = "") -> None:
-        """`name` is the address of this router among `peers`; by default that of `port` at this machine."""
-        self._shards, self._peers = shards, peers
-        self._port, self._name = port, name
-        self._known: frozenset[Address] | None = None
-        self._routers: frozenset[Address] | None = None
-        self._absent: dict[Address, str] = {}
-        """The peers that get no shards, and why."""
-        self._changed = asyncio.Event()
+    shards: Source
+    peers: Source
+    port: int
+    name: Address = ""
+    """The address of this router among `peers`; by default that of `port` at this machine."""
+    _known: frozenset[Address] | None = None
+    _routers: frozenset[Address] | None = None
+    _absent: dict[Address, str] = field(default_factory=dict)
+    """The peers that get no shards, and why."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Follow shards and peers, and probe these, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_shards())
             probes: dict[Address, asyncio.Task[None]] = {}
-            async for routers in self._peers.members():
+            async for routers in self.peers.members():
                 self._routers = routers
                 others = routers - {self._own_name(routers)}
                 for peer in probes.keys() - others:
@@ -70,18 +73,18 @@ class SharedShards:
             yield frozenset(shard for shard, router in owners.items() if router == me)
 
     async def _follow_shards(self) -> None:
-        async for shards in self._shards.members():
+        async for shards in self.shards.members():
             self._known = shards
             self._changed.set()
 
     def _own_name(self, routers: frozenset[Address]) -> Address:
         """Return the name of this router. One that is not listed yet counts itself in."""
-        if not self._name:
-            mine = (each for each in sorted(routers) if is_here(each, self._port))
-            self._name = next(mine, "")
-            if self._name:
-                log.info("found among the routers", name=self._name)
-        return self._name or join_host_port(socket.gethostname(), self._port)
+        if not self.name:
+            mine = (each for each in sorted(routers) if is_here(each, self.port))
+            self.name = next(mine, "")
+            if self.name:
+                log.info("found among the routers", name=self.name)
+        return self.name or join_host_port(socket.gethostname(), self.port)
 
     async def _probe(self, peer: Address) -> None:
         """Record whether `peer` can drive shards."""

@@ -69,9 +69,8 @@ class RecentErrors:
             return
         text = text.encode(errors="replace").decode()  # a path may have had bytes of any kind
         fault = error.outcome is Outcome.ERROR or status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        _count(
-            self._kinds, RecentError(route, status, error.error_type, fault, [tenant], 1, now, text, http_request_id)
-        )
+        kind = RecentError(route, status, error.error_type, fault, [tenant], 1, now, text, http_request_id)
+        _count(self._kinds, kind)
 
     def show(self, worker: int, errors: Sequence[RecentError]) -> None:
         """Include the errors that an HTTP worker remembers now, in place of those that it remembered before."""

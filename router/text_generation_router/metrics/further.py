@@ -94,9 +94,8 @@ class _FurtherCounters:
     def __init__(self, registry: Registry, scheduler: Scheduler, prefix: str, labels: Mapping[str, str]) -> None:
         self._scheduler = scheduler
         self._prefix, self._labels = prefix, labels
-        self._counters: dict[str, Counter] = {
-            name: registry.find(Counter, source) for name, source in _COUNTERS.items() if name.startswith(prefix)
-        }
+        sources = {name: source for name, source in _COUNTERS.items() if name.startswith(prefix)}
+        self._counters = {name: registry.find(Counter, source) for name, source in sources.items()}
         self._finished = registry.find(Counter, "text_generation_requests_finished_total")
 
     def text(self) -> str:

@@ -354,9 +354,8 @@ class ReplicaCopies:
             pool.release(blocks)
         unused, end = store.blocks[-store.new :] if store.new else [], store.host
         if not failed:
-            end, present = host.tree.extend(
-                store.host, store.key, store.blocks, store.waiting.tenant, store.further if host.pools else ()
-            )
+            further = store.further if host.pools else ()
+            end, present = host.tree.extend(store.host, store.key, store.blocks, store.waiting.tenant, further)
             unused = unused[: max(0, present - (len(store.blocks) - store.new))]
             host.tree.claim(end, store.waiting.tenant)
             host.counts["stored"] += store.new + sum(map(len, store.sources))

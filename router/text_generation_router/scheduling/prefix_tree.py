@@ -249,9 +249,8 @@ class PrefixTree:
         size = self._block_bytes
         assert node.parent is not None, "a root has no run to split"
         count = at // size
-        upper = Node(
-            node.parent, node.key[:at], node.blocks[:count], [run[:count] for run in node.further], self._tick()
-        )
+        further = [run[:count] for run in node.further]
+        upper = Node(node.parent, node.key[:at], node.blocks[:count], further, self._tick())
         upper.locks = 1 if node.locks else 0
         upper.owners = set(node.owners)
         upper.children[bytes(node.key[at : at + size])] = node

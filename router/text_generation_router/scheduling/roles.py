@@ -74,7 +74,5 @@ class Roles:
 
     def _has_room(self, sequence: ScheduledSequence, source: ReplicaScheduler) -> bool:
         """Return True if a replica of the host that decodes has room for a sequence of `source`."""
-        decoding = (
-            each for each in self._able(sequence) if not self.is_prefill(each) and each.cache.host is source.cache.host
-        )
-        return any(each.may_place(1) and each.has_blocks(sequence) for each in decoding)
+        decoding, host = (each for each in self._able(sequence) if not self.is_prefill(each)), source.cache.host
+        return any(each.cache.host is host and each.may_place(1) and each.has_blocks(sequence) for each in decoding)

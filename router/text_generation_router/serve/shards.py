@@ -156,9 +156,8 @@ def token_limits(config: RouterConfig, model: ReplicaInfo) -> tuple[int, int]:
 
 def policy_of(config: RouterConfig, info: pb.InfoResponse) -> Policy:
     """Return the scheduling policy: settings of the same name, and those that depend on the engine."""
-    settings = {
-        each.name: getattr(config, each.name) for each in fields(Policy) if each.name in RouterConfig.model_fields
-    }
+    names = {each.name for each in fields(Policy)} & RouterConfig.model_fields.keys()
+    settings = {name: getattr(config, name) for name in names}
     return Policy(
         **settings
         | {

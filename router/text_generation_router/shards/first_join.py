@@ -30,9 +30,8 @@ async def join_all(
         joins = {each: tasks.create_task(_join_one(each, limits, access, timeout_s)) for each in addresses}
         joining = set(joins.values())
         while joining:
-            joined, joining = await asyncio.wait(
-                joining, timeout=OTHERS_S if takes_over else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            limit_s = OTHERS_S if takes_over else None
+            joined, joining = await asyncio.wait(joining, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not joined:
                 break
             answers = (task.result() for task in joined)

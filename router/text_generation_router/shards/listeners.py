@@ -102,11 +102,9 @@ class Delivery(ABC, Generic[Receiver]):
     def failures(self, failures: Iterable[Failed]) -> None:
         """End requests with the errors that the scheduler gives them."""
         for failed in failures:
-            if failed.request_id in self._receivers:
-                log.warning(
-                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
-                )
-                self.failure(failed.request_id, _error_of(failed))
+            if (number := failed.request_id) in self._receivers:
+                log.warning("request failed", request_id=number, kind=failed.kind.value, reason=failed.message)
+                self.failure(number, _error_of(failed))
 
     def end_all(self, error: ServingError) -> None:
         """End all requests with `error`."""

@@ -339,9 +339,8 @@ class ReplicaConnection:
         listeners.tokens(deliveries, output.token_ids, report)
         listeners.failures(deliveries.failed)
         delivered = time.monotonic()
-        context.observer.on_report(
-            StepRecord(self._number, report, steps, deliveries, now, updated - parsed, delivered - updated, listeners)
-        )
+        times = now, updated - parsed, delivered - updated
+        context.observer.on_report(StepRecord(self._number, report, steps, deliveries, *times, listeners))
         if report.draining:
             self._stopping = True
             self._apply_health()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,40 +27,38 @@ MAX_UNSENT_BYTES = 1 << 30
 """Bytes that the scheduler process has not read, all requests submitted again included; then the connection is cut off."""
 
 
+@dataclass(slots=True, eq=False)
 class SchedulerLink:
     """The worker's end of the link, over all its connections: the state of the other end, and calls to it."""
 
-    def __init__(
-        self,
-        path: Path,
-        worker: int,
-        handlers: Handlers,
-        on_up: Callable[[], None],
-        on_report: Callable[[pb.Report], None],
-        on_down: Callable[[], None],
-    ) -> None:
-        """`path` is the Unix socket of the scheduler process, `worker` the number of this one; `handlers` answer it.
+    path: Path
+    """The Unix socket of the scheduler process."""
+    worker: int
+    """The number of this one."""
+    handlers: Handlers
+    on_up: Callable[[], None]
+    """Called after the first State of a connection."""
+    on_report: Callable[[pb.Report], None]
+    on_down: Callable[[], None]
+    """Called when a connection with a State has ended."""
+    state: pb.State = field(default_factory=pb.State)
+    """The last one that arrived; of a lost link it is out of date."""
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while there is a connection, from its first State on."""
+    down: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set from the end of a connection to the next attempt to connect."""
+    lost_at: float = field(default_factory=time.monotonic)
+    """The time of the last loss; before the first connection that of the start."""
+    held: dict[int, pb.TakePermits] = field(default_factory=dict)
+    """The permits that this worker holds, by number: the next connection begins with them."""
+    _link: Link[pb.FromScheduler] | None = None
+    """None without a connection."""
+    _model: ReplicaInfo | None = None
+    """None before the first connection."""
+    _rpc: RpcPeer = field(init=False)
 
-        `on_up` is called after the first State of a connection, and `on_down` when such a connection has ended.
-        """
-        self.state = pb.State()
-        """The last one that arrived; of a lost link it is out of date."""
-        self.up = asyncio.Event()
-        """Set while there is a connection, from its first State on."""
-        self.down = asyncio.Event()
-        """Set from the end of a connection to the next attempt to connect."""
-        self.lost_at = time.monotonic()
-        """The time of the last loss; before the first connection that of the start."""
-        self._path = path
-        self._worker = worker
-        self._on_up, self._on_report, self._on_down = on_up, on_report, on_down
-        self._link: Link[pb.FromScheduler] | None = None
-        """None without a connection."""
-        self._model: ReplicaInfo | None = None
-        """None before the first connection."""
-        self._rpc = RpcPeer(self.send, pb.FromWorker, handlers)
-        self.held: dict[int, pb.TakePermits] = {}
-        """The permits that this worker holds, by number: the next connection begins with them."""
+    def __post_init__(self) -> None:
+        self._rpc = RpcPeer(self.send, pb.FromWorker, self.handlers)
 
     async def joined(self) -> ReplicaInfo:
         """Connect, and return the description of the model. Waits as long as it takes."""
@@ -90,7 +89,7 @@ class SchedulerLink:
         while not self.up.is_set():
             self.down.clear()
             with suppress(OSError):
-                await loop.create_unix_connection(self._new_link, str(self._path))
+                await loop.create_unix_connection(self._new_link, str(self.path))
                 await first_of(self.up.wait(), self.down.wait())
             if not self.up.is_set():
                 await asyncio.sleep(CONNECT_EVERY_S)
@@ -100,7 +99,7 @@ class SchedulerLink:
         return self._link
 
     def _opened(self) -> None:
-        self.send(pb.FromWorker(hello=pb.Hello(worker=self._worker, held=self.held.values())))
+        self.send(pb.FromWorker(hello=pb.Hello(worker=self.worker, held=self.held.values())))
 
     def _ended(self) -> None:
         was_up = self.up.is_set()
@@ -109,13 +108,13 @@ class SchedulerLink:
         self.down.set()
         if was_up:
             self.lost_at = time.monotonic()
-            self._on_down()
+            self.on_down()
         self._rpc.end()
 
     def _handle(self, message: pb.FromScheduler) -> None:
         kind = message.WhichOneof("kind")
         if kind == "report":
-            self._on_report(message.report)
+            self.on_report(message.report)
         elif kind == "reply":
             self._rpc.on_reply(message.reply)
         elif kind == "state":
@@ -123,7 +122,7 @@ class SchedulerLink:
             if message.state.HasField("info"):
                 self._model = ReplicaInfo(message.state.info, message.state.pool)
                 self.up.set()
-                self._on_up()
+                self.on_up()
         elif kind == "call":
             self._rpc.on_call(message.call)
         else:

@@ -28,7 +28,7 @@ STATE_EVERY_S = 0.25
 class WorkerLinkServer:
     cluster: Cluster[WorkerLink]
     delivery: WorkerDelivery
-    """That of `cluster`."""
+    """The delivery of `cluster`."""
     permits: Permits
     model: ReplicaInfo
     """Describes the shards; every worker gets it."""
@@ -175,9 +175,8 @@ class WorkerConnection:
         server, requests = self._server, self._server.delivery.of(self.link)
         if self._worker is not None:
             del server.connections[self._worker]
-            (log.warning if requests else log.info)(
-                "HTTP worker disconnected", worker=self._worker, cancelled_requests=len(requests)
-            )
+            write = log.warning if requests else log.info
+            write("HTTP worker disconnected", worker=self._worker, cancelled_requests=len(requests))
         for request_id in requests:
             server.cluster.cancel(request_id)
         while self._permits:
