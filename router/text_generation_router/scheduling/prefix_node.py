@@ -1,44 +1,34 @@
 """The nodes of a prefix tree, and a prefix that is found there: see `prefix_tree`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from text_generation_router.scheduling.window_pool import GroupBlock
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A run of blocks and its continuations. To callers it is an opaque lock."""
 
-    __slots__ = ("blocks", "children", "created", "further", "key", "last_used", "locks", "owners", "parent", "salt")
-
-    def __init__(
-        self,
-        parent: "Node | None",
-        key: bytearray,
-        blocks: list[int],
-        further: list[list[GroupBlock]],
-        created: int,
-        salt: str = "",
-    ) -> None:
-        # None for the root of a salt, which has no block.
-        self.parent = parent
-        # A bytearray: both ends change without a copy.
-        self.key = key
-        self.blocks = blocks
-        # As many blocks of each further group, NO_BLOCK where there is none.
-        self.further = further
-        # By the bytes of the child's first block.
-        self.children: dict[bytes, Node] = {}
-        # Own locks plus one per locked child. So a lock guards the path above it, and locking stops at the first
-        # ancestor that is locked already.
-        self.locks = 0
-        self.created = created
-        # Time of the last release. A parent takes over the time of an evicted child; before that it is not a leaf, and
-        # the time is not read.
-        self.last_used = 0
-        self.salt = salt
-        # The tenants that computed or reused this run. Those of a child are among those of its parent.
-        self.owners: set[str] = set()
+    parent: "Node | None"
+    """None for the root of a salt, which has no block."""
+    key: bytearray
+    """A bytearray: both ends change without a copy."""
+    blocks: list[int]
+    further: list[list[GroupBlock]]
+    """As many blocks of each further group, NO_BLOCK where there is none."""
+    created: int
+    salt: str = ""
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+    """By the bytes of the child's first block."""
+    locks: int = 0
+    """Own locks plus one per locked child. So a lock guards the path above it, and locking stops at the first ancestor that is
+    locked already."""
+    last_used: int = 0
+    """Time of the last release. A parent takes over the time of an evicted child; before that it is not a leaf, and the time is
+    not read."""
+    owners: set[str] = field(default_factory=set)
+    """The tenants that computed or reused this run. Those of a child are among those of its parent."""
 
 
 Run = tuple[str, int | None, bytes, Sequence[int]]

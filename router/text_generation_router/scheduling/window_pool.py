@@ -16,23 +16,22 @@ from operator import attrgetter
 from text_generation_proto.cache_groups import CacheGroup
 
 
+@dataclass(slots=True, eq=False)
 class GroupBlock:
     """A block of the pool. Sequences and the tree refer to it."""
 
-    __slots__ = ("holders", "is_cached", "number", "order", "position", "rank", "uses")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        """-1 once its position in the tree lacks it; its successor has the number."""
-        self.holders = 1
-        """Sequences that hold it; 1 for a free block, which the next one takes as it is."""
-        self.is_cached = False
-        self.order: OrderedDict[GroupBlock, None]
-        """The order that has it while it can be evicted."""
-        self.uses = 0
-        """Sequences that continued from it, if it is a checkpoint."""
-        self.position = self.rank = 0
-        """The tokens before it, if it is a checkpoint, and its place in the order of eviction: see `state_pool`."""
+    number: int
+    """-1 once its position in the tree lacks it; its successor has the number."""
+    holders: int = 1
+    """Sequences that hold it; 1 for a free block, which the next one takes as it is."""
+    is_cached: bool = False
+    order: "OrderedDict[GroupBlock, None]" = field(init=False)
+    """The order that has it while it can be evicted."""
+    uses: int = 0
+    """Sequences that continued from it, if it is a checkpoint."""
+    position: int = 0
+    rank: int = 0
+    """The tokens before it, if it is a checkpoint, and its place in the order of eviction: see `state_pool`."""
 
 
 number_of = attrgetter("number")

@@ -63,18 +63,15 @@ class Backend:
     """Runs the cluster until it is cancelled."""
 
 
+@dataclass(frozen=True, slots=True)
 class HttpSide:
     """Serves HTTP in front of a cluster, in this process or behind the scheduler process."""
 
-    def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, templates: ChatTemplates, signals: StopSignals
-    ) -> None:
-        self.signals = signals
-        self._config = config
-        self._tokenizer = tokenizer
-        self._templates = templates
-        self._notifier = Notifier()
-        self._notifier.show(lambda: "waiting for a shard")
+    config: RouterConfig
+    tokenizer: Tokenizer
+    templates: ChatTemplates
+    signals: StopSignals
+    notifier: Notifier
 
     @classmethod
     async def start(cls, config: RouterConfig) -> Self:
@@ -83,12 +80,14 @@ class HttpSide:
         signals = StopSignals()
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
         templates = load_templates(config, Path(config.model_path))
-        return cls(config, tokenizer, templates, signals)
+        notifier = Notifier()
+        notifier.show(lambda: "waiting for a shard")
+        return cls(config, tokenizer, templates, signals, notifier)
 
     @asynccontextmanager
     async def answering_probes(self, reached: Callable[[], bool]) -> AsyncIterator[None]:
         """Answer probes while the router waits for its first shard; `reached` tells whether one has answered."""
-        config = self._config
+        config = self.config
         if not config.shards:
             yield
             return
@@ -102,7 +101,7 @@ class HttpSide:
 
     async def serve(self, model: ReplicaInfo, limits: Limits, metrics: HttpMetrics, backend: Backend) -> ExitCode:
         """Serve `model` until a stop signal. Raises CannotServe."""
-        config, signals, cluster = self._config, self.signals, backend.cluster
+        config, signals, cluster = self.config, self.signals, backend.cluster
         log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
         settings = _settings(config, limits, backend.rates)
         if config.api_keys_file:
@@ -115,16 +114,16 @@ class HttpSide:
         tracer = start_tracing(config, "text-generation-inference.router", f"router-{os.getpid()}", VERSION)
         try:
             async with assemble(
-                self._tokenizer, self._templates, model.grammar_kinds, cluster, backend.permits, metrics, settings
+                self.tokenizer, self.templates, model.grammar_kinds, cluster, backend.permits, metrics, settings
             ) as (serving, chats, prepared):
                 try:
                     app = create_app(
                         serving,
                         chats,
                         backend.stats,
-                        healthy=lambda: self._notifier.is_ready and cluster.ready and not cluster.stopping,
+                        healthy=lambda: self.notifier.is_ready and cluster.ready and not cluster.stopping,
                         model=model.info,
-                        templates=self._templates,
+                        templates=self.templates,
                         tracer=tracer,
                     )
                 except ValueError as error:  # an AIP_* path that is invalid or taken
@@ -137,7 +136,7 @@ class HttpSide:
     async def _run(
         self, app: web.Application, metrics: HttpMetrics, backend: Backend, prepared: Callable[[], Awaitable[None]]
     ) -> ExitCode:
-        config, signals, notifier, cluster = self._config, self.signals, self._notifier, backend.cluster
+        config, signals, notifier, cluster = self.config, self.signals, self.notifier, backend.cluster
         server = self._server(app, metrics.connections)
         notifier.show(lambda: f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status)
         async with background(backend.run(), send_heartbeats(notifier)):
@@ -167,7 +166,7 @@ class HttpSide:
 
     def _server(self, app: web.Application, metrics: ConnectionMetrics) -> HttpServer:
         """Return a server with the limits of this process: an equal part of those of all HTTP workers."""
-        config = self._config
+        config = self.config
         limits = ConnectionLimits(
             max(1, config.max_connections // config.http_workers),
             keep_alive_s=config.keep_alive_timeout,
@@ -177,7 +176,7 @@ class HttpSide:
 
     async def _until_ready(self, cluster: ClusterInterface, prepared: Callable[[], Awaitable[None]]) -> None:
         """Wait until all requests can be served; most are served before. Raises CannotServe."""
-        if not self._config.peers:  # a router among peers may have no shard
+        if not self.config.peers:  # a router among peers may have no shard
             await cluster.settled()
         try:
             await prepared()

@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
@@ -35,39 +36,33 @@ class LinkBroken(Exception):
     """The other end sent something that breaks the protocol."""
 
 
+@dataclass(eq=False)
 class Link(asyncio.Protocol, Generic[Received]):
     """Reads messages of one type and writes others. All of an iteration of the event loop are written together.
 
     All calls are made on the event loop of the process.
     """
 
-    def __init__(
-        self,
-        received: type[Received],
-        on_message: Callable[[Received], None],
-        on_open: Callable[[], None],
-        on_end: Callable[[], None],
-        max_unread_bytes: int = MAX_UNREAD_BYTES,
-    ) -> None:
-        """`on_message` may raise LinkBroken. `on_end` is called once if `on_open` was called."""
-        self._received = received
-        self._on_message = on_message
-        self._on_open = on_open
-        self._on_end = on_end
-        self._max_unread_bytes = max_unread_bytes
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._rest = bytearray()
-        """The incomplete frame at the end of the bytes received."""
-        self._needed = 0
-        """Bytes of `_rest` that must be there before it is looked at again: a large frame comes in thousands of pieces."""
-        self._resuming = False
-        """True while whole frames in `_rest` wait for the next iteration of the event loop, and nothing is read."""
-        self._unsent: list[bytes | memoryview] = []
-        self._part: list[bytes] = []
-        """The data that has not ended."""
-        self.data: list[bytes] = []
-        """The pieces of data that came, until they are taken."""
+    received: type[Received]
+    on_message: Callable[[Received], None]
+    """May raise LinkBroken."""
+    on_open: Callable[[], None]
+    on_end: Callable[[], None]
+    """Called once if `on_open` was called."""
+    max_unread_bytes: int = MAX_UNREAD_BYTES
+    data: list[bytes] = field(default_factory=list)
+    """The pieces of data that came, until they are taken."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _transport: asyncio.Transport | None = None
+    _rest: bytearray = field(default_factory=bytearray)
+    """The incomplete frame at the end of the bytes received."""
+    _needed: int = 0
+    """Bytes of `_rest` that must be there before it is looked at again: a large frame comes in thousands of pieces."""
+    _resuming: bool = False
+    """True while whole frames in `_rest` wait for the next iteration of the event loop, and nothing is read."""
+    _unsent: list[bytes | memoryview] = field(default_factory=list)
+    _part: list[bytes] = field(default_factory=list)
+    """The data that has not ended."""
 
     @property
     def closed(self) -> bool:
@@ -82,7 +77,7 @@ class Link(asyncio.Protocol, Generic[Received]):
             transport.close()
             return
         self._transport = cast("asyncio.Transport", transport)
-        self._on_open()
+        self.on_open()
 
     def data_received(self, data: bytes) -> None:
         if self.closed:
@@ -126,7 +121,7 @@ class Link(asyncio.Protocol, Generic[Received]):
                 self._needed = end - start
                 break
             frame = data[start + LENGTH.size : end]
-            self._take_data(frame) if is_data else self._on_message(self._received.FromString(frame))
+            self._take_data(frame) if is_data else self.on_message(self.received.FromString(frame))
             start = end
             if start >= HANDLED_AT_ONCE and start < size and self._transport is not None:
                 self._resuming = True
@@ -146,7 +141,7 @@ class Link(asyncio.Protocol, Generic[Received]):
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:
             self._transport = None
-            self._on_end()
+            self.on_end()
 
     def send(self, message: Message) -> None:
         """Send a message at the end of this iteration of the event loop; no-op once the connection has ended."""
@@ -169,7 +164,7 @@ class Link(asyncio.Protocol, Generic[Received]):
         frames, self._unsent = self._unsent, []
         if self._transport is None or self._transport.is_closing():
             return
-        if self._transport.get_write_buffer_size() > self._max_unread_bytes:
+        if self._transport.get_write_buffer_size() > self.max_unread_bytes:
             self.cut_off("the other end does not read")
             return
         self._transport.write(b"".join(frames))
