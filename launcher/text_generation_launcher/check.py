@@ -225,7 +225,6 @@ def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> 
 
 
 def _sizes(groups: Sequence[CacheGroup], blocks: Sequence[int], found: Mapping[str, Any]) -> str:
-    """Return the sizes of groups with so many blocks."""
     return ", ".join(
         f"{number:,} states of {_gib(found['memory']['state'] or 0)}"
         if group.is_state

@@ -106,7 +106,6 @@ class Supervisor:
         return ExitCode.DEPENDENCY_LOST
 
     def _status(self) -> str:
-        """Return the status for the service manager."""
         if self._stop.requested.is_set():
             return "draining"
         ready = self.ready.is_set()

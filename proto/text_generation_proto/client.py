@@ -86,7 +86,6 @@ class ShardClient:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def info(self, timeout: float = 10.0) -> pb.InfoResponse:
-        """Return the description of the engine."""
         return await self._stub.Info(pb.InfoRequest(), timeout=timeout, metadata=self._metadata)
 
     async def warm_up(self, *, timeout: float = 600.0, **limits: int) -> pb.WarmUpResponse:

@@ -1,6 +1,7 @@
 """AdapterChanges: loads and unloads LoRA adapters beside the sequences of an engine, one after the other."""
 
 import asyncio
+from dataclasses import dataclass, field
 
 from grpc import StatusCode
 
@@ -17,22 +18,21 @@ ADVANCE_S = 0.02
 _ENDED = object()
 
 
+@dataclass(slots=True)
 class AdapterChanges:
     """The adapters that were loaded, and their changes."""
 
-    def __init__(self, config: ShardConfig, owner: SessionOwner) -> None:
-        self.loaded: dict[str, str] = {}
-        """The paths asked for, by name."""
-        self.permitted = bool(config.lora_modules_dir)
-        self._config = config
-        self._owner = owner
-        self._changing = asyncio.Lock()
+    config: ShardConfig
+    owner: SessionOwner
+    loaded: dict[str, str] = field(default_factory=dict)
+    """The paths asked for, by name."""
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def change(self, engine: Engine, name: str, path: str | None) -> tuple[StatusCode, str] | None:
         """Load an adapter; without a path, unload it after its last sequence. Return the reason why it cannot be."""
         async with self._changing:
-            names, limit = engine.info.adapters, self._config.lora_limit
-            if not self.permitted:
+            names, limit = engine.info.adapters, self.config.lora_limit
+            if not self.config.lora_modules_dir:
                 return StatusCode.UNIMPLEMENTED, "the shard was started without --lora-modules-dir"
             if path is None and name not in names:
                 return StatusCode.NOT_FOUND, "it is not loaded"
@@ -43,7 +43,7 @@ class AdapterChanges:
             try:
                 adapter = None if path is None else await asyncio.to_thread(self._read, engine.info.engine, name, path)
                 change = engine.set_adapter(name, adapter)
-                while await self._owner.at_boundary(next, change, _ENDED) is not _ENDED:  # noqa: ASYNC110 - a step is no event
+                while await self.owner.at_boundary(next, change, _ENDED) is not _ENDED:  # noqa: ASYNC110 - a step is no event
                     await asyncio.sleep(ADVANCE_S)
             except FileNotFoundError as error:
                 return StatusCode.NOT_FOUND, str(error)
@@ -55,7 +55,7 @@ class AdapterChanges:
             return None
 
     def _read(self, engine: str, name: str, path: str) -> LoraAdapter:
-        folder = module_folder(self._config, path)
+        folder = module_folder(self.config, path)
         if engine == "echo":  # it has no model that an adapter could fit
             return LoraAdapter(name, folder, {})
-        return read_adapter(AdapterSource(name, str(folder)), self._config)
+        return read_adapter(AdapterSource(name, str(folder)), self.config)

@@ -99,7 +99,6 @@ class Matcher:
         return mask
 
     def compute_first(self, words: int) -> None:
-        """Compute the mask of the first step."""
         self.beside = Future()
         self.beside.set_result(self.compute(words))
 

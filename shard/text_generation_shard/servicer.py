@@ -33,9 +33,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
     """Serves the engine of `owner` to one router. Info and WarmUp are UNAVAILABLE while the model loads."""
 
     def __init__(self, owner: SessionOwner, health: ShardHealth, config: ShardConfig) -> None:
-        self._owner = owner
-        self._health = health
-        self._config = config
+        self._owner, self._health, self._config = owner, health, config
         self._host_cache = host_contents(config)
         self._adapters = AdapterChanges(config, owner)
 
@@ -44,7 +42,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
     ) -> pb.InfoResponse:
         engine = await self._loaded(context)
         answer = info_to_pb(engine.info, self._config.rank, self._config.world_size)
-        answer.loads_adapters = self._adapters.permitted
+        answer.loads_adapters = bool(self._config.lora_modules_dir)
         loaded = self._adapters.loaded.items()
         answer.loaded_adapters.extend(pb.LoadAdapterRequest(name=name, path=path) for name, path in loaded)
         return answer

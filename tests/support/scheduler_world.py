@@ -91,7 +91,7 @@ class SchedulerWorld:
         for failed in deliveries.failed:
             view = self.views[failed.request_id]
             request = view.request
-            fits = self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter)
+            fits = self.scheduler.capacity.fits(len(request.prompt), request.max_new_tokens, request.adapter)
             assert not fits or not self._can_move(view)
             self._failed(failed, FailureCode.LOST)
 
@@ -168,7 +168,7 @@ class SchedulerWorld:
 
     def submit(self, request: Request) -> None:
         """Submit a request, unless it is refused."""
-        if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
+        if not self.scheduler.capacity.fits(len(request.prompt), request.max_new_tokens, request.adapter):
             return
         wait = self.scheduler.estimated_wait(request.qos.tenant)
         self.history.append(wait)

@@ -133,7 +133,9 @@ class Simulator:
         self._requests += 1
         qos = DEFAULT_QOS if self.config.blind else arrival.qos
         request = Request(request_id, arrival.prompt, arrival.max_new_tokens, qos=qos)
-        if not scheduler.fits(len(request.prompt), request.max_new_tokens) or scheduler.exceeds_queue_limit(request):
+        if not scheduler.capacity.fits(len(request.prompt), request.max_new_tokens) or scheduler.exceeds_queue_limit(
+            request
+        ):
             statistics.reject(arrival, now)
             return
         estimate = None

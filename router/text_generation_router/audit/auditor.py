@@ -125,7 +125,7 @@ class Auditor:
         """Choose the bounds. Where numbers are rounded, serve a text whose replay tells how far prefill and decode lie apart."""
         scheduler, prompt = self.scheduler, [7919 * at % self.info.vocab_size for at in range(1, 1 + MEASURED)]
         self._bounds = Bounds.of(self.info, has_states=any(each.cache.states for each in scheduler.serving))
-        if self._bounds.rounded and scheduler.fits(MEASURED, MEASURED):
+        if self._bounds.rounded and scheduler.capacity.fits(MEASURED, MEASURED):
             request = Request(next(self.cluster.ids), prompt, MEASURED, ignore_eos=True)
             self._measured = request.id
             scheduler.submit(self._watch(request), time.monotonic())

@@ -125,7 +125,7 @@ class _FurtherCounters:
             ",".join(adapter for adapter, count in counts.items() if count)
             for counts in requests_of_adapters(self._scheduler)
         )
-        if not (held := len(self._scheduler.adapters)):
+        if not (held := len(self._scheduler.capacity.adapters)):
             return ""
         places = max((each.spec.max_loras for each in self._scheduler.serving), default=0)
         labels = {"max_lora": str(places or held), "waiting_lora_adapters": waiting, "running_lora_adapters": running}

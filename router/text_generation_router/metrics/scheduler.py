@@ -96,7 +96,7 @@ _ADAPTERS = (
 
 def requests_of_adapters(scheduler: Scheduler) -> tuple[dict[str, int], dict[str, int]]:
     """Return the requests that run and those that wait, by LoRA adapter: each that a replica holds."""
-    if not (adapters := scheduler.adapters):
+    if not (adapters := scheduler.capacity.adapters):
         return {}, {}
     waiting, known = Counter(map(_ADAPTER, scheduler.queue)), Counter(map(_ADAPTER, scheduler.requests.values()))
     return {name: known[name] - waiting[name] for name in adapters}, {name: waiting[name] for name in adapters}

@@ -34,7 +34,6 @@ class PrefixHints:
         self._replicas: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def remember(self, sequence: ScheduledSequence, replica: int) -> None:
-        """Record that `replica` got `sequence`."""
         for digest in _prefix_digests(sequence):
             replicas = self._replicas.setdefault(digest, [])
             if replica in replicas:

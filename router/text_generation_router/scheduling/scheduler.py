@@ -93,7 +93,7 @@ class Scheduler:
         self.replicas: dict[int, ReplicaScheduler | None] = {}
         """By number; None if it does not serve."""
         self.host_caches = HostCaches(first_store)
-        self._capacity = Capacity()
+        self.capacity = Capacity()
         self.versions = Counter[str]()
         """The number of times that each LoRA adapter was loaded or unloaded."""
         self.draining: set[int] = set()
@@ -110,19 +110,10 @@ class Scheduler:
         for _ in range(replicas):
             self.add()
 
-    def fits(self, prompt_tokens: int, max_new_tokens: int, adapter: str = "") -> bool:
-        """Return True if such a request could run alone on a replica, serving or lost."""
-        return self._capacity.fits(prompt_tokens, max_new_tokens, adapter)
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """The LoRA adapters that a replica holds, serving or lost."""
-        return self._capacity.adapters
-
     def set_adapter(self, name: str, replicas: Collection[int]) -> None:
         """Note that these replicas hold a LoRA adapter, newly loaded, and no others do."""
         self.versions[name] += 1
-        for number, spec in self._capacity.set_adapter(name, replicas).items():
+        for number, spec in self.capacity.set_adapter(name, replicas).items():
             if (replica := self.replicas.get(number)) is not None:
                 replica.spec = spec
         self._dispatcher.unskip_all()
@@ -130,7 +121,7 @@ class Scheduler:
     def submit(self, request: Request, now: float, progress: RequestProgress | None = None) -> Deliveries:
         """Queue a new request, which must fit, or with `progress` one that another scheduler had accepted; this may fail."""
         assert request.id not in self._sequences, "a request is submitted once"
-        fits = self.fits(len(request.prompt), request.max_new_tokens, request.adapter)
+        fits = self.capacity.fits(len(request.prompt), request.max_new_tokens, request.adapter)
         assert progress or fits, "a request must be able to run alone"
         expected = self._lengths.expected(request.max_new_tokens)
         sequence = ScheduledSequence(request, next(self._arrivals), now, expected, self.versions[request.adapter])
@@ -142,7 +133,7 @@ class Scheduler:
         (self.queue.requeue if sequence.resumed else self.queue.put)(sequence)
         if sequence.deadline[0] < math.inf:
             self._deadlines.put(sequence)
-        return self._fail_unfit([sequence]) if progress is not None and self._capacity.known else Deliveries()
+        return self._fail_unfit([sequence]) if progress is not None and self.capacity.known else Deliveries()
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request: its client left, or a stop string was found (`satisfied`). No-op if unknown or finished."""
@@ -246,7 +237,7 @@ class Scheduler:
         """Return the number of a new replica, which does not serve yet. No number is used twice."""
         number = next(self._numbers)
         self.replicas[number] = None
-        self._capacity.added(number)
+        self.capacity.added(number)
         self._throughputs[number] = Throughput()
         self._dispatcher.added(number)
         return number
@@ -259,7 +250,7 @@ class Scheduler:
         del self._throughputs[replica]
         self.host_caches.removed(replica)
         self._dispatcher.removed(replica)
-        self._capacity.removed(replica)
+        self.capacity.removed(replica)
         return self._fail_unfit(list(self.queue))
 
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
@@ -267,7 +258,7 @@ class Scheduler:
         assert self.replicas[replica] is None, "a replica joins once"
         host = self.host_caches.of(replica, spec, [each.cache.host for each in self.serving])
         self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy, host)
-        self._capacity.joined(replica, spec)
+        self.capacity.joined(replica, spec)
         self.drain(replica, draining=False)
         return self._fail_unfit(list(self.queue))
 
@@ -277,7 +268,7 @@ class Scheduler:
         for sequence in queued:
             left = sequence.request.max_new_tokens - len(sequence.generated)
             problem = self._cannot_move(sequence)
-            if problem is None and not self._capacity.may_fit(sequence.length, left, sequence.request.adapter):
+            if problem is None and not self.capacity.may_fit(sequence.length, left, sequence.request.adapter):
                 problem = "no replica can hold this request any more"
             if problem is not None:
                 deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
@@ -285,7 +276,7 @@ class Scheduler:
         return deliveries
 
     def _cannot_move(self, sequence: ScheduledSequence) -> str | None:
-        return sequence.cannot_move(self.policy.max_request_moves, self_scheduling=self._capacity.self_scheduling)
+        return sequence.cannot_move(self.policy.max_request_moves, self_scheduling=self.capacity.self_scheduling)
 
     def lose(self, replica: int) -> Deliveries:
         """Stop using a replica. Its sequences are requeued; those that cannot continue or lost too many replicas fail."""
@@ -350,7 +341,7 @@ class Scheduler:
 
     def exceeds_queue_limit(self, request: Request) -> bool:
         """Return True if more tokens of work would wait than the policy allows."""
-        limit = self._capacity.queue_limit(self.policy)
+        limit = self.capacity.queue_limit(self.policy)
         work = len(request.prompt) + self._lengths.expected(request.max_new_tokens)
         return limit is not None and self.queue.exceeds(limit, work, request.qos.tenant)
 
@@ -388,7 +379,7 @@ class Scheduler:
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
             cached_blocks=sum(replica.cache.tree.cached_blocks for replica in serving),
             num_blocks=sum(replica.spec.num_blocks for replica in serving),
-            block_size=self._capacity.block_size,
+            block_size=self.capacity.block_size,
             num_replicas=len(self.replicas),
             serving_replicas=len(available),
             cancellations=self._cancellations,

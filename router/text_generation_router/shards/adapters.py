@@ -52,7 +52,7 @@ class ReplicaAdapters:
     @property
     def names(self) -> Collection[str]:
         """The adapters that requests may name."""
-        return [name for name in self.scheduler.adapters if name not in self._leaving]
+        return [name for name in self.scheduler.capacity.adapters if name not in self._leaving]
 
     async def equip(self, ranks: tuple[int, ...], client: ShardClient, info: ReplicaInfo) -> ReplicaInfo:
         """Give a replica that joins the same adapters as the others, as far as it can; return its new description."""
@@ -100,7 +100,7 @@ class ReplicaAdapters:
         async with self._changing:
             if name in self._leaving:
                 return InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
-            if name in self.scheduler.adapters:
+            if name in self.scheduler.capacity.adapters:
                 return InvalidRequest(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
             if errors := await self._on_all(name, path):
                 self._unloaded.add(name)

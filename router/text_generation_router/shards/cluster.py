@@ -140,7 +140,7 @@ class Cluster(Generic[Receiver]):
             raise DeadlineExceeded("its time was over before it was queued")
         if request.adapter and request.adapter not in self.adapters:
             raise ModelNotFound(f"The adapter `{request.adapter}` does not exist")
-        if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
+        if not self.scheduler.capacity.fits(len(request.prompt), request.max_new_tokens, request.adapter):
             raise GenerationFailed("no replica can hold this request now")
         self._refuse_overload(request, now)
 

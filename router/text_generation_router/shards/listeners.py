@@ -107,7 +107,6 @@ class Delivery(ABC, Generic[Receiver]):
                 self.failure(number, _error_of(failed))
 
     def end_all(self, error: ServingError) -> None:
-        """End all requests with `error`."""
         for request_id in tuple(self._receivers):
             self.failure(request_id, error)
 

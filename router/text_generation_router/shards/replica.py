@@ -282,7 +282,6 @@ class ReplicaConnection:
                 context.dispatch()
 
     def _schedule(self) -> SchedulerOutput | None:
-        """Return the orders for all ranks."""
         scheduler, number = self._context.scheduler, self._orders_sent + 1
         orders = [each for rank in self.ranks if (each := scheduler.schedule(rank, number))]
         return reduce(SchedulerOutput.joined, orders) if orders else None

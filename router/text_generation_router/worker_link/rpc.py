@@ -27,7 +27,6 @@ class RpcPeer:
     """One end of the link: its calls that have no reply yet, and the calls of the other end that it handles."""
 
     def __init__(self, send: Callable[[Message], None], envelope: Callable[..., Message], handlers: Handlers) -> None:
-        """`envelope` is the message that this end sends."""
         self._send, self._envelope, self._handlers = send, envelope, handlers
         self._numbers = count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}

@@ -181,7 +181,7 @@ def test_requests_of_an_adapter_wait_for_its_replica_and_fail_once_it_has_gone()
     assert not rig.failed
     rig.receive(rig.scheduler.remove(0))
     assert (rig.failed, rig.finished) == ({running: FailureCode.LOST}, [moved])
-    assert not rig.scheduler.fits(40, 300, "sql")
+    assert not rig.scheduler.capacity.fits(40, 300, "sql")
     assert_idle(rig.scheduler)
 
 
@@ -223,7 +223,7 @@ def test_requests_of_an_adapter_that_comes_run_and_share_nothing_with_another_of
     prompt = words(1, 40)
     hits = [rig.cached(rig.serve(prompt, adapter="a")) for _ in range(2)]
     rig.scheduler.set_adapter("a", ())
-    assert not rig.scheduler.fits(40, 10, "a")
+    assert not rig.scheduler.capacity.fits(40, 10, "a")
     rig.scheduler.set_adapter("a", (0,))
     hits.append(rig.cached(rig.serve(prompt, adapter="a")))
     assert [bool(each) for each in hits] == [False, True, False]

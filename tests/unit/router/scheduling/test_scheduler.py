@@ -20,8 +20,8 @@ def counter(rig: Rig, tenant: str) -> float:
 
 def test_a_request_that_could_never_run_alone_does_not_fit() -> None:
     rig = Rig(a_policy(), blocks=4)
-    assert rig.scheduler.fits(60, 5)
-    assert not rig.scheduler.fits(60, 6)
+    assert rig.scheduler.capacity.fits(60, 5)
+    assert not rig.scheduler.capacity.fits(60, 6)
     with pytest.raises(AssertionError):
         rig.submit(60, new=6)
 
