@@ -153,10 +153,13 @@ async def test_sizes_decide_the_tokens_and_there_are_limits_of_them(stack: Stack
     ],
 )
 async def test_the_error_says_which_picture_is_wrong(stack: Stack, content: list[Any], said: str) -> None:
-    reply = await stack.ask("/v1/chat/completions", chat(*content))
-    assert reply.status == 400
-    assert said in reply.body["error"]["message"]
-    assert len(reply.body["error"]["message"]) < 250
+    body = chat(*content)
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        reply = await stack.ask(path, {"model": "tgi", field: body["messages"]})
+        assert reply.status == 400
+        assert said in reply.body["error"]["message"]
+        assert len(reply.body["error"]["message"]) < 250
+        assert reply.body["error"]["param"] == field
 
 
 async def test_truncated_prompts_keep_their_pictures(stack: Stack) -> None:

@@ -129,6 +129,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a " * 3000}, "maximum context length", "prompt", "context_length_exceeded"),
     (RESPONSES, {}, "missing field `input`", "input", MISSING),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "has no `text`", "input", MISSING),
+    (RESPONSES, {"input": [USER | {"content": [{"type": "input_image", "image_url": "x"}]}]}, "image modality is not", "input", "unsupported_value"),
     (RESPONSES, {"input": [{"type": "foo"}]}, "input items of type 'foo' are not supported", "input", "unsupported_value"),
     (RESPONSES, ASK | {"response_format": {"type": "json_object"}}, "is not supported here. Use `text.format`", "response_format", UNSUPPORTED),
     (RESPONSES, ASK | {"max_tokens": 5}, "is not supported here. Use `max_output_tokens`", "max_tokens", UNSUPPORTED),

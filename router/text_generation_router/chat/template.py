@@ -174,7 +174,7 @@ class TemplateRenderer:
 def _too_long(limit: str) -> InvalidRequest:
     """Return the error for a conversation above `limit`. Clients find it by its code or its words, then they shorten it."""
     text = f"prompt is too long: messages and tools must have at most {limit}"
-    return InvalidRequest(text, param="messages", code=ContextLengthExceeded.openai_code)
+    return InvalidRequest(text, code=ContextLengthExceeded.openai_code)
 
 
 def template_input(conversation: Conversation, templates: ChatTemplates) -> tuple[bytes, bool]:

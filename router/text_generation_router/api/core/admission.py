@@ -9,6 +9,7 @@ from typing import Any
 
 from text_generation_proto.values import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, Grammar, GrammarKind
 from text_generation_router.api.core.parameters import (
+    INPUTS,
     GenerationOptions,
     check_options,
     check_supported,
@@ -69,7 +70,8 @@ class RequestPreparer:
         """
         check_options(inputs, options, self.limits)
         began = time.monotonic()
-        prompt, media = await self._prompt(inputs, options, qos, images, count)
+        with about(INPUTS[options.api]):
+            prompt, media = await self._prompt(inputs, options, qos, images, count)
         tokenized = began, time.monotonic()
         max_new_tokens = new_tokens(len(prompt), options, self.limits)
         for _ in range(count):
@@ -139,7 +141,7 @@ class RequestPreparer:
             return replace(conversation, messages=[*map(self.images.divided, conversation.messages)])
         if conversation.images:
             said = "image modality is not supported: this model takes no images"
-            raise InvalidRequest(said, param="messages", code="unsupported_value")
+            raise InvalidRequest(said, code="unsupported_value")
         return conversation
 
     async def count_tokens(self, text: str, images: Sequence[str], tenant: TenantId) -> int:

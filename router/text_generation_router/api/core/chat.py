@@ -17,7 +17,7 @@ from typing import Protocol
 import orjson
 
 from text_generation_proto.values import FinishReason, Grammar, GrammarKind
-from text_generation_router.api.core.parameters import GenerationOptions
+from text_generation_router.api.core.parameters import INPUTS, GenerationOptions
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
 from text_generation_router.chat.events import Event, Kind, OutputParser, ReasoningTokens
@@ -31,6 +31,7 @@ from text_generation_router.generation import GenerationResult, Sink, TokenOutpu
 from text_generation_router.grammar.tools import auto_tools, calls_or_answer, check_number, forced_tools
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.request import QualityOfService, Request, TenantId, TokenId
+from text_generation_router.web.body_errors import about
 
 PLAIN = "plain"
 PARSED_AT_ONCE = 4096
@@ -221,7 +222,8 @@ class ChatPreparer:
     ) -> ChatRequest:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
-        shown, text = await self._rendered(conversation, tools, qos.tenant)
+        with about(INPUTS[options.api]):
+            shown, text = await self._rendered(conversation, tools, qos.tenant)
         form, grammar, continuation = await self._constrained(conversation, tools, text, qos.tenant)
         prompt = text + continuation
         options = replace(

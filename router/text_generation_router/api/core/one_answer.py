@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Finish, Reader, finish_of
-from text_generation_router.api.core.parameters import GenerationOptions
+from text_generation_router.api.core.parameters import INPUTS, GenerationOptions
 from text_generation_router.api.core.serving import MAX_LOGPROBS_AT_ONCE, Serving, paced, too_many_logprobs
 from text_generation_router.api.http.caller import OpenFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
@@ -23,6 +23,7 @@ from text_generation_router.chat.events import Event, Kind
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.web.bodies import beside
+from text_generation_router.web.body_errors import about
 from text_generation_router.web.sse import EventStream
 
 BodyT = TypeVar("BodyT", bound=OpenFields)
@@ -158,11 +159,12 @@ class AnswerRoutes:
             headers = serving.cost_headers(len(chat.prompt))
             if body.stream:
                 events = serving.stream(request, headers, writer.failed)
-                with serving.run(chat.requests, records, [writer_sink(events, writer, chat, records[0])]):
+                sink = writer_sink(events, writer, chat, records[0])
+                with about(INPUTS[options.api]), serving.run(chat.requests, records, [sink]):
                     return await events.run()
-            [collector] = await serving.collect(
-                chat.requests, records, most_logprobs=MAX_LOGPROBS_AT_ONCE if writer.scored else 0
-            )
+            most = MAX_LOGPROBS_AT_ONCE if writer.scored else 0
+            with about(INPUTS[options.api]):
+                [collector] = await serving.collect(chat.requests, records, most_logprobs=most)
             if writer.scored:
                 sink = writer_sink(None, writer, chat, records[0])
                 async for output in paced(collector.take_outputs()):

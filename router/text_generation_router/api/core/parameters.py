@@ -35,7 +35,7 @@ MIN_REPETITION_PENALTY = 1e-6
 MAX_JUDGED_TOKENS = 1024
 """New tokens that rule 15 judges; see `new_tokens`."""
 
-_INPUTS = {
+INPUTS = {
     Api.TGI: "inputs",
     Api.CHAT: "messages",
     Api.COMPLETIONS: "prompt",
@@ -99,7 +99,7 @@ class GenerationOptions:
     def check_prompt(self, prompt: str | Sequence[TokenId]) -> None:
         """Raise InvalidRequest if the prompt is empty."""
         if not prompt:
-            raise InvalidRequest(f"`{_INPUTS[self.api]}` cannot be empty")
+            raise InvalidRequest(f"`{INPUTS[self.api]}` cannot be empty")
 
 
 def given_sampling(body: object, api: Api) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) ->
             tokens=str(input_tokens),
             limit=limits.max_input_tokens,
             context=limits.max_total_tokens,
-            param=_INPUTS[options.api],
+            param=INPUTS[options.api],
         )
     return min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
 
@@ -226,7 +226,7 @@ def check_total(input_tokens: int, options: GenerationOptions, limits: Limits, *
             tokens=given,
             limit=max(limits.max_total_tokens - wanted, 0),
             context=limits.max_total_tokens,
-            param=_INPUTS[options.api],
+            param=INPUTS[options.api],
         )
 
 

@@ -27,6 +27,7 @@ from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, QualityOfService, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.web.bodies import beside, json_parts_response, parse_body
+from text_generation_router.web.body_errors import about
 from text_generation_router.web.sse import EventStream
 
 STREAM_HELPER = "x-stainless-helper-method"
@@ -53,12 +54,11 @@ class ChatRoutes:
             chat = await self._prepare(request, body, self._serving.qos(records[0], body), count)
             if body.stream:
                 return await self._streamed(request, body, chat, records)
-            collectors = await self._serving.collect(
-                chat.requests, records, most_logprobs=MAX_LOGPROBS if body.logprobs else 0
-            )
-            headers = (
-                self._serving.cost_headers(len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
-            )
+            most = MAX_LOGPROBS if body.logprobs else 0
+            with about("messages"):
+                collectors = await self._serving.collect(chat.requests, records, most_logprobs=most)
+            headers = self._serving.cost_headers(len(chat.prompt))
+            headers |= timing_headers(records) | compute_time_header(records[0])
             reply = await self._whole(body, chat, collectors, records)
         return await json_parts_response(request, reply, headers)
 
@@ -98,7 +98,7 @@ class ChatRoutes:
         stream = serving.stream(request, serving.cost_headers(len(chat.prompt)), openai_error_event)
         head, role_once = named("chatcmpl-", body.model, serving.settings), STREAM_HELPER in request.headers
         chunks = ChatStream(stream, head, body, chat, records, serving.tokenizer, role_once=role_once)
-        with serving.run(chat.requests, records, chunks.sinks()):
+        with about("messages"), serving.run(chat.requests, records, chunks.sinks()):
             return await stream.run()
 
     async def _whole(
