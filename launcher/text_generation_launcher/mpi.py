@@ -24,8 +24,6 @@ import os
 import re
 import secrets
 import signal
-import socket
-import struct
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -40,6 +38,7 @@ from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.secrets import erase
 from text_generation_common.settings import ChildConfig
+from text_generation_common.sockets import peer_user
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.waiting import first_of
 from text_generation_launcher import env_relay, orphans
@@ -167,7 +166,7 @@ async def _handover(received: asyncio.Future[dict[str, str]]) -> AsyncIterator[M
 
     async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
-        if _peer_uid(writer) != os.geteuid() or received.done():
+        if peer_user(writer.get_extra_info("socket")) != os.geteuid() or received.done():
             writer.close()
             return
         with suppress(ValueError):  # an incomplete message: mpirun will fail and log the reason
@@ -184,11 +183,6 @@ async def _handover(received: asyncio.Future[dict[str, str]]) -> AsyncIterator[M
         server.close()
         for writer in writers:
             writer.close()
-
-
-def _peer_uid(writer: asyncio.StreamWriter) -> int:
-    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("iII", credentials)[1])
 
 
 async def run(mpirun: Sequence[str], shard: Sequence[str], inherited: Sequence[int]) -> int:

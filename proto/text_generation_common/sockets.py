@@ -7,6 +7,7 @@ stays in the file system even if the launcher is killed.
 
 import os
 import socket
+import struct
 from pathlib import Path
 
 from text_generation_common.exit_codes import CannotServe
@@ -46,6 +47,12 @@ def claim_socket(path: Path) -> None:
             pass
         else:
             raise SocketInUse(f"a server already listens on {path}")
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the user of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # process, user, group
+    return int(struct.unpack("iII", credentials)[1])
 
 
 def remove_socket(path: Path) -> None:

@@ -11,7 +11,7 @@ smallest count of the active ones: it has not accumulated credit, and is not cha
 import asyncio
 import itertools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from text_generation_router.errors import CannotKeepUp, Overloaded
 from text_generation_router.request import TenantId
@@ -55,17 +55,18 @@ class Claim:
     """True if one worker is left to shorter work."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingWork:
     """The bound of all work before the queue, and the accounts of its tenants. Belongs to one event loop."""
 
-    def __init__(self, max_characters: int = MAX_WAITING_CHARACTERS) -> None:
-        self.waiting = 0
-        """Characters that wait."""
-        self.several = False
-        """True once a second tenant was seen."""
-        self._first: TenantId | None = None
-        self._limit = max_characters
-        self._accounts: dict[TenantId, _Account] = {}
+    limit: int = MAX_WAITING_CHARACTERS
+    """Most characters that wait."""
+    waiting: int = 0
+    """Characters that wait."""
+    several: bool = False
+    """True once a second tenant was seen."""
+    _first: TenantId | None = None
+    _accounts: dict[TenantId, _Account] = field(default_factory=dict)
 
     def enter(self, tenant: TenantId) -> _Account:
         """Return the account of a tenant that has one more claim."""
@@ -88,12 +89,12 @@ class PendingWork:
     def wait(self, claim: Claim) -> None:
         """Count a claim that begins to wait. Raises Overloaded, CannotKeepUp."""
         account, waiting = claim.account, self.waiting + claim.characters
-        if self.waiting and waiting > self._limit:
+        if self.waiting and waiting > self.limit:
             own = account.waiting + claim.characters
             tenants = sum(other.waiting > 0 for other in self._accounts.values()) + (not account.waiting)
-            if own > self._limit // tenants:
+            if own > self.limit // tenants:
                 raise Overloaded(retry_after_s=account.waiting / CHARACTERS_PER_S)
-            if waiting > 2 * self._limit:
+            if waiting > 2 * self.limit:
                 raise CannotKeepUp(retry_after_s=self.waiting / CHARACTERS_PER_S)
         self.waiting += claim.characters
         account.waiting += claim.characters

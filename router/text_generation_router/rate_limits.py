@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from text_generation_router.errors import RateLimited
@@ -58,20 +58,20 @@ class _Bucket:
         self._level -= units
 
 
+@dataclass(slots=True)
 class RateLimits:
     """The buckets of all keys; a RateCounter. A limit that changes has another bucket, which is full."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buckets: dict[tuple[str, str, int], _Bucket] = {}
-        """By key, unit and limit."""
-        self._prune_at = MIN_PRUNED
+    clock: Callable[[], float] = time.monotonic
+    _buckets: dict[tuple[str, str, int], _Bucket] = field(default_factory=dict)
+    """By key, unit and limit."""
+    _prune_at: int = MIN_PRUNED
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     async def start_request(self, rates: Rates) -> None:
-        now = self._clock()
+        now = self.clock()
         requests = self._bucket(rates.key, "requests", rates.requests_per_minute, now)
         for bucket in (requests, self._bucket(rates.key, "tokens", rates.tokens_per_minute, now)):
             if bucket is not None:
@@ -80,7 +80,7 @@ class RateLimits:
             requests.spend(1)
 
     def spend_tokens(self, rates: Rates, tokens: int) -> None:
-        now = self._clock()
+        now = self.clock()
         bucket = self._bucket(rates.key, "tokens", rates.tokens_per_minute, now)
         if bucket is not None:
             bucket.fill(now)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Generic, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from text_generation_common.log import log
+from text_generation_common.sockets import peer_user
 
 LENGTH = struct.Struct("<I")
 """The length of a frame before its bytes."""
@@ -25,8 +25,6 @@ MAX_UNREAD_BYTES = 1 << 28
 long prompts is seconds and tens of megabytes behind; one that hangs is killed before it reaches the limit."""
 HANDLED_AT_ONCE = 1 << 16
 """Bytes of frames that are handled before the event loop runs: the worker writes to its clients in between."""
-CREDENTIALS = struct.Struct("3i")
-"""The process, user and group of a peer."""
 
 
 Received = TypeVar("Received", bound=Message)
@@ -70,9 +68,7 @@ class Link(asyncio.Protocol, Generic[Received]):
         return self._transport is None or self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        _, user, _ = CREDENTIALS.unpack(peer)
-        if user != os.geteuid():
+        if (user := peer_user(transport.get_extra_info("socket"))) != os.geteuid():
             log.warning("connection of another user refused", user=user)
             transport.close()
             return
