@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -24,6 +24,7 @@ from text_generation_shard.engine import EngineInfo, Scheduling
 from text_generation_shard.sequence_checks import sequence_problem
 
 ANY = 1 << 32
+"""A size of an engine that no order exceeds."""
 
 
 async def replay(path: str, config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
@@ -60,6 +61,23 @@ def order_problem(order: pb.NewSequence) -> str | None:
         (sequence,) = orders_from_pb(pb.Orders(placements=[order])).placements
     except InvalidOrders as error:
         return str(error)
-    names, kinds = ("", "", "", "", ""), tuple(GrammarKind)
-    takes_any = EngineInfo(*names, Scheduling.STEP, ANY, ANY, ANY, ANY, (), ANY, ANY, kinds, adapters=(order.adapter,))
-    return sequence_problem(sequence, replace(takes_any, scores_generated=True, max_images=ANY))
+    takes_any = EngineInfo(
+        engine="",
+        model_id="",
+        model_type="",
+        dtype="",
+        device="",
+        scheduling=Scheduling.STEP,
+        vocab_size=ANY,
+        max_sequence_length=ANY,
+        max_slots=ANY,
+        block_size=ANY,
+        eos_token_ids=(),
+        suggested_prefill_tokens=ANY,
+        max_top_n_tokens=ANY,
+        grammar_kinds=tuple(GrammarKind),
+        adapters=(order.adapter,),
+        scores_generated=True,
+        max_images=ANY,
+    )
+    return sequence_problem(sequence, takes_any)
