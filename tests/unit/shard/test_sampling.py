@@ -15,7 +15,13 @@ from torch import Tensor
 
 from text_generation_proto.values import Sampling
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow
-from text_generation_shard.engines.torch.sampling.sampler import SampledTensors, sample, top_candidates, uniforms
+from text_generation_shard.engines.torch.sampling.sampler import (
+    SEGMENT,
+    SampledTensors,
+    draw_keys,
+    sample,
+    top_candidates,
+)
 
 VOCABULARY = 6000
 """More tokens than the sampler sorts in its first two attempts."""
@@ -144,8 +150,8 @@ def test_every_row_has_the_scores_and_the_token_of_the_formulas(data: st.DataObj
     before = logits.clone()
     sampled = sample(logits, rows)
     assert torch.equal(logits, before)
-    for row, row_logits, scores, token, logprob, uniform in zip(
-        rows, logits, sampled.scores, *read(sampled)[:2], uniforms(rows), strict=True
+    for row, row_logits, scores, token, logprob, key in zip(
+        rows, logits, sampled.scores, *read(sampled)[:2], draw_keys(rows), strict=True
     ):
         expected = reference(row_logits, row)
         torch.testing.assert_close(scores.double(), expected, atol=1e-4, rtol=1e-5)
@@ -153,8 +159,7 @@ def test_every_row_has_the_scores_and_the_token_of_the_formulas(data: st.DataObj
         if row.sampling.greedy:
             assert token == int(expected.argmax())
         else:
-            masses = expected.softmax(-1).cumsum(0)
-            assert (0.0 if token == 0 else masses[token - 1]) - 1e-5 <= uniform <= masses[token] + 1e-5
+            assert first_of_race(expected.softmax(-1), int(key)) == token
             assert expected[token].isfinite()
 
 
@@ -177,13 +182,57 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def first_of_race(probabilities: torch.Tensor, key: int) -> int:
+    """Return the token that arrives first: of the segments the first one, then of its tokens."""
+    parts = probabilities.tolist() + [0.0] * (-len(probabilities) % SEGMENT)
+    segments = [parts[at : at + SEGMENT] for at in range(0, len(parts), SEGMENT)]
+    times = iter([-math.log(uniform(key, number)) for number in range(len(segments) + SEGMENT)])
+    first = min(range(len(segments)), key=[next(times) / (sum(each) or 1e-300) for each in segments].__getitem__)
+    arrivals = [time / (p or 1e-300) for time, p in zip(times, segments[first], strict=True)]
+    return first * SEGMENT + min(range(SEGMENT), key=arrivals.__getitem__)
+
+
+def uniform(key: int, number: int) -> float:
+    """Return an output of splitmix64, with arithmetic shifts, as a number in (0, 1)."""
+    x = (key + (number + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        sign = (1 << 64) - (1 << (64 - shift)) if x >> 63 else 0
+        x = ((x ^ (x >> shift | sign)) * factor) & 0xFFFFFFFFFFFFFFFF
+    return ((x >> 11) + 0.5) * 2.0**-52
+
+
 def test_a_draw_depends_on_seed_and_position_only() -> None:
     pairs = [(seed, position) for seed in (0, 1, 2, (1 << 64) - 1) for position in range(200)]
-    numbers = uniforms([make_row(Sampling(greedy=False, seed=seed), position) for seed, position in pairs])
-    assert numbers == [(splitmix64(splitmix64(seed) ^ position) >> 11) * 2.0**-53 for seed, position in pairs]
-    assert len(set(numbers)) == 800
-    assert all(0 <= number < 1 for number in numbers)
-    assert sum(numbers) / 800 == pytest.approx(0.5, abs=0.05)
+    keys = draw_keys([make_row(Sampling(greedy=False, seed=seed), position) for seed, position in pairs])
+    assert keys == [splitmix64(splitmix64(seed) ^ position) >> 11 for seed, position in pairs]
+    assert len(set(keys)) == 800
+
+
+def test_draws_have_the_probabilities_of_their_tokens() -> None:
+    count, vocabulary = 20_000, SEGMENT + 500
+    rows = [make_row(Sampling(greedy=False, seed=seed), seed) for seed in range(count // 100)]
+    logits = some_logits(1, vocabulary)
+    counts = torch.zeros(vocabulary)
+    for position in range(100):
+        placed = [replace(row, position=position) for row in rows]
+        counts += sample(logits.expand(len(rows), -1), placed).token_ids.bincount(minlength=vocabulary)
+    expected = logits[0].softmax(-1) * count
+    often = expected > 10
+    assert often.sum() > 50
+    groups, wanted = counts[often], expected[often]
+    groups, wanted = (torch.cat([some, (count - some.sum())[None]]) for some in (groups, wanted))
+    chi_squared = float(((groups - wanted) ** 2 / wanted).sum())
+    freedom = len(groups) - 1
+    assert abs(chi_squared - freedom) < 4 * math.sqrt(2 * freedom)
+
+
+def test_rounding_errors_change_no_draw() -> None:
+    rows = [make_row(Sampling(greedy=False, seed=seed), 7) for seed in range(2000)]
+    logits = some_logits(1, 5000).expand(2000, -1)
+    torch.manual_seed(0)
+    other = logits + torch.randn(logits.shape) * 1e-3
+    changed = sample(logits, rows).token_ids != sample(other, rows).token_ids
+    assert changed.sum() <= 10  # 97 with inverse transform sampling
 
 
 @pytest.mark.parametrize("greedy", [True, False])

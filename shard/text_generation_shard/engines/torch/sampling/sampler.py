@@ -28,6 +28,8 @@ SEGMENT = 1024
 """Tokens that a search of the vocabulary first treats as one unit."""
 TIES = 16
 """Extra candidates fetched per row on a GPU, in case they tie with the last one requested."""
+_GOLDEN, _SHIFTS, _FACTORS = 0x9E3779B97F4A7C15, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Constants of splitmix64: the increment; shifts and factors of its rounds."""
 
 Stage = Callable[[Tensor, Tensor], None]
 """Changes scores [rows, vocabulary] in place, given one parameter [rows, 1] float64 for each row."""
@@ -103,7 +105,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], search: ThresholdSearch 
     drawing = [index for index, row in enumerate(rows) if not row.sampling.greedy]
     columns = [column for _, column in stages]
     if drawing:
-        columns.append(_Column(drawing, uniforms([rows[index] for index in drawing])))
+        columns.append(_Column(drawing, draw_keys([rows[index] for index in drawing])))
     sent = _send(columns, len(rows), scores.device)
     for (run, _), column in zip(stages, sent, strict=False):
         for some in column.split(search.rows_at_once):
@@ -122,19 +124,18 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], search: ThresholdSearch 
     return SampledTensors(token_ids, chosen_scores - normalizers, scores, normalizers)
 
 
-def uniforms(rows: Sequence[SamplingRow]) -> list[float]:
-    """Return a number in [0, 1) per row, a hash of its (seed, position): splitmix64 (Steele et al. 2014) of both."""
+def draw_keys(rows: Sequence[SamplingRow]) -> list[float]:
+    """Return a number of 53 bits per row, a hash of its (seed, position): splitmix64 (Steele et al. 2014) of both."""
     seeds = np.array([row.sampling.seed for row in rows], dtype=np.uint64)
     mixed = _splitmix64(_splitmix64(seeds) ^ np.array([row.position for row in rows], dtype=np.uint64))
-    numbers: list[float] = ((mixed >> np.uint64(11)) * 2.0**-53).tolist()
-    return numbers
+    return (mixed >> np.uint64(11)).astype(np.float64).tolist()  # type: ignore[no-any-return]
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + np.uint64(_GOLDEN)
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(_SHIFTS[-1]))
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
@@ -273,22 +274,31 @@ def _segment(parts: Tensor, segment: Tensor) -> Tensor:
     return parts.gather(1, segment.unsqueeze(2).expand(-1, -1, SEGMENT)).squeeze(1)
 
 
-def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Return tokens [rows] by inverse transform sampling: the first whose cumulative probability exceeds `uniform` [rows, 1].
+def _draw(probabilities: Tensor, key: Tensor) -> Tensor:
+    """Return tokens [rows]: a race of segments, then of the tokens in the one that wins. `key` [rows, 1] gives the times.
 
-    Sums whole segments first and then looks into the one that is hit: a cumulative sum over the vocabulary in float64 takes
-    many times as long.
+    A runner with probability p arrives after −log(u) / p, u uniform in (0, 1), so it is the first one with probability p. A rounding
+    error ε of the probabilities changes about one token in 1/ε. With inverse transform sampling each border between two of the
+    vocabulary's tokens would add to that: texts would depend on the batch and on drafts.
     """
     parts = probabilities.view(probabilities.shape[0], -1, SEGMENT)
-    sums = parts.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = uniform * sums[:, -1:]
-    segment = torch.searchsorted(sums, target, right=True).clamp_(max=parts.shape[1] - 1)
-    rest = target - sums.gather(1, (segment - 1).clamp(min=0)).masked_fill_(segment == 0, 0.0)
-    inside = _segment(parts, segment)
-    index = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), rest, right=True)
-    # The two sums may round differently: never go past the last token with a probability.
-    last = ((inside > 0) * torch.arange(SEGMENT, device=inside.device)).amax(-1, keepdim=True)
-    return (segment * SEGMENT + torch.minimum(index, last)).squeeze(1)
+    logs = _log_uniforms(key, parts.shape[1] + SEGMENT)
+    segment = (parts.sum(-1, dtype=torch.float64) / logs[:, : parts.shape[1]]).argmin(-1, keepdim=True)
+    tokens = segment * SEGMENT + (_segment(parts, segment) / logs[:, parts.shape[1] :]).argmin(-1, keepdim=True)
+    return tokens.squeeze(1)
+
+
+def _log_uniforms(key: Tensor, count: int) -> Tensor:
+    """Return logarithms of numbers in (0, 1), float64 [rows, count]: `count` outputs of the generator splitmix64 for each key.
+
+    Its shifts are arithmetic here and leave the sign bit 0; the 52 bits below it are used.
+    """
+    x = key.long() + torch.arange(1, count + 1, device=key.device) * (_GOLDEN - (1 << 64))
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        x ^= x >> shift
+        x *= factor - (1 << 64)
+    x ^= x >> _SHIFTS[-1]
+    return (x >> 11).double().add_(0.5).mul_(2.0**-52).log_()
 
 
 # ------------------------------------------------------------------------------------------------------ top candidates
