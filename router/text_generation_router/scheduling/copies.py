@@ -3,10 +3,11 @@
 A sequence whose prefix is on the host is placed with blocks of its own for what its device lacks, and its load is ordered at once. It
 waits until a report shows the end of the load; others run. Its blocks then enter the tree of the replica, as if they were computed.
 
-The prefix of a sequence that ends is stored if it is worth it. Stores are made one after another, those of sequences that move at once,
-each of a bounded number of blocks, from the beginning of the prefix. A store guards the path on the device, so none begins while blocks
-are scarce. It names the blocks of the first group that the host lacks, and those of the further groups with which a request could
-continue at one of the `ends`: those of the turn, that of the answer.
+The prefix of a sequence is stored, if it is worth it, when its prompt is computed and again when it ends. Stores are made one after
+another, those of sequences that move at once, each of a bounded number of blocks, from the beginning of the prefix. A store guards the
+path on the device, so none of an ended sequence begins while blocks are scarce; a running one guards its path anyway. A store names
+the blocks of the first group that the host lacks, and those of the further groups with which a request could continue at one of the
+`ends`: those of the turn, that of the answer.
 
 So a block is there when its device evicts it or dies. While the host has free blocks, each prefix is stored. Once a store evicts
 another one, only prefixes of sessions are: those of a job that a client names or that an earlier prompt began, and those that continue
@@ -118,13 +119,14 @@ class ReplicaCopies:
         return (load.sequence for load in self._loads.values())
 
     def orders(self, spare: int) -> tuple[Copy, ...]:
-        """Return the copies to begin. Stores leave `spare` blocks of the device available, except those of sequences that move."""
+        """Return the copies to begin. Stores leave `spare` blocks of the device available, except those of sequences that run or move."""
         ordered, self._ordered = self._ordered, []
         for waiting in self._due():
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
-            # A lock makes them unavailable. A sequence that moves had them until now.
-            if waiting.moved is None and self._cache.available - spare < on_device.evictable_blocks:
-                break
+            # A lock makes those of no running sequence unavailable. A sequence that moves had them until now.
+            evictable = 0 if waiting.moved is not None else on_device.evictable_blocks
+            if evictable and self._cache.available - spare < evictable:
+                continue
             if (copy := self._begin_store(waiting, on_device)) is not None:
                 ordered.append(copy)
             else:
@@ -240,7 +242,7 @@ class ReplicaCopies:
     # ---------------------------------------------------------------------------------------------------------- stores
 
     def keep(self, sequence: ScheduledSequence) -> None:
-        """Let the prefix of a sequence that ends be stored, if that is worth it."""
+        """Let the computed prefix of a sequence be stored, if that is worth it."""
         cache, count = self._cache, sequence.committed_blocks
         is_moving = sequence in self.moving
         if cache.host_of(sequence) is None or not (cache.caching and count):
@@ -368,7 +370,7 @@ class ReplicaCopies:
 
 
 def worth_storing(sequence: ScheduledSequence, *, has_room: bool) -> bool:
-    """Return True if the prefix of a sequence that ends is worth storing; `has_room`: nothing is evicted for it."""
+    """Return True if the prefix of a sequence is worth storing; `has_room`: nothing is evicted for it."""
     is_session = sequence.job not in ("", own_job(sequence))
     return has_room or is_session or sequence.cached_tokens >= MIN_SHARED_TOKENS
 

@@ -333,6 +333,8 @@ class ReplicaScheduler:
             sequence.num_computed_tokens += chunk
         self.cache.commit(sequence, sequence.num_computed_tokens)
         self.cache.give_back(sequence)
+        if sequence.num_computed_tokens == sequence.prefill_length:
+            self.copies.keep(sequence)  # while it guards the blocks: other prompts may need them when it ends
         return chunk
 
     def _update_tokens(self, output: StepOutput, deliveries: Deliveries, left: list[ScheduledSequence]) -> int:

@@ -28,11 +28,11 @@ class World:
         for replica, spec in enumerate(specs):
             self.scheduler.open(replica, spec)
 
-    def submit(self, prompt: range, job: str = "", *without: str, ends: tuple[int, ...] = ()) -> None:
+    def submit(self, prompt: range, job: str = "", *without: str, ends: tuple[int, ...] = (), new: int = 1) -> None:
         self.requests += 1
         qos = QualityOfService(TenantId(""), job=job)
         request = Request(
-            RequestId(self.requests), tuple(prompt), 1, qos=qos, without=frozenset(without), turn_ends=ends
+            RequestId(self.requests), tuple(prompt), new, qos=qos, without=frozenset(without), turn_ends=ends
         )
         self.scheduler.submit(request, 0.0)
         self.scheduler.dispatch()
@@ -43,10 +43,12 @@ class World:
         self.numbers[replica] = orders.number
         return orders
 
-    def report(self, replica: int = 0, *copied: CopyEnd, prefilled: SchedulerOutput | None = None) -> None:
+    def report(
+        self, replica: int = 0, *copied: CopyEnd, prefilled: SchedulerOutput | None = None, ends: bool = True
+    ) -> None:
         chunks = () if prefilled is None else prefilled.prefill
         slots = [slot for slot, _ in chunks]
-        finished = dict.fromkeys(slots, FinishReason.LENGTH)
+        finished = dict.fromkeys(slots, FinishReason.LENGTH) if ends else {}
         tokens = [7] * len(slots)
         output = StepOutput(self.numbers[replica], slots, (), tokens, finished, prefilled=chunks, copied=copied)
         self.scheduler.update(replica, output, 0.0)
@@ -94,10 +96,24 @@ def test_window_blocks_of_one_prefix_do_not_replace_each_other_without_end() -> 
     world.report(0, CopyEnd(orders.copies[0].number))
     stores = 0
     while world.scheduler.may_have_orders(0):
-        copies = world.orders().copies
-        stores += len(copies)
+        orders = world.scheduler.schedule(0)
+        if orders is not None:  # else the prefix that waited was stored already
+            world.numbers[0] = orders.number
+            world.report(0, *(CopyEnd(copy.number) for copy in orders.copies))
+        stores += 1
         assert stores < 20
-        world.report(0, *(CopyEnd(copy.number) for copy in copies))
+
+
+def test_a_prompt_is_stored_while_its_sequence_runs() -> None:
+    world = World(replace(SPEC, num_blocks=22))
+    world.submit(range(320), new=20)
+    world.report(0, prefilled=world.orders(), ends=False)
+    stored = 0
+    while (orders := world.scheduler.schedule(0)) is not None:
+        world.numbers[0] = orders.number
+        stored += sum(copy.num_blocks for copy in orders.copies)
+        world.report(0, *(CopyEnd(copy.number) for copy in orders.copies))
+    assert stored == 20, "no block is left beside those of the sequence"
 
 
 def test_a_one_off_prompt_displaces_nothing() -> None:
