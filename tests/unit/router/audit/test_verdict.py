@@ -128,7 +128,8 @@ def test_bounds_follow_the_data_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replayed", "token"), [([-0.5, -0.501], 0.25), ([-0.55, -0.5], 0.4), ([-0.9, -0.5], 0.5), ([nan, nan], 0.5)]
+    ("replayed", "token"),
+    [([-0.5, -0.501], 0.25), ([-0.55, -0.5], 0.4), ([-0.9, -0.5], 3.2), ([-5.0, -0.5], 4.0), ([nan, nan], 0.5)],
 )
 def test_bounds_are_a_multiple_of_the_difference_measured(replayed: list[float], token: float) -> None:
     assert Bounds.measured([-0.5, -0.5], replayed).token == pytest.approx(token)
