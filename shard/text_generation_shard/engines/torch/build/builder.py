@@ -64,8 +64,12 @@ class EngineBuilder:
         state_bytes: int = 0,
         *,
         has_axes: bool = False,
+        compiles: bool = True,
     ) -> Runner:
-        """Return the runner of a model, for the steps of `group` if given; `has_axes`: images have rotary positions in several axes."""
+        """Return the runner of a model, for the steps of `group` if given.
+
+        `has_axes`: images have rotary positions in several axes; `compiles`: see `DeviceKernels`.
+        """
         longest = self.info.max_sequence_length
         shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
         group = group or self.group
@@ -76,9 +80,8 @@ class EngineBuilder:
         # Imports Triton, which torch for CPUs comes without.
         from text_generation_shard.engines.torch.kernels.device_kernels import DeviceKernels
 
-        kernels = DeviceKernels(
-            shape, scales, self.info.vocab_size, self.info.max_slots, narrow=hidden_size <= MAX_NARROW_HIDDEN_SIZE
-        )
+        narrow, sizes_of_logits = hidden_size <= MAX_NARROW_HIDDEN_SIZE, (self.info.vocab_size, self.info.max_slots)
+        kernels = DeviceKernels(shape, scales, *sizes_of_logits, narrow=narrow, compiles=compiles)
         model = model_with(DeviceOps(kernels, self.group, self.dtype))
         has_adapters = bool(self.info.max_loras)
         return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=has_adapters, shifts_positions=shifts)

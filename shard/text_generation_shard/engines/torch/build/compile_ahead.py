@@ -1,19 +1,17 @@
 """Compiles the kernels of a model in other processes, compile_part.py, while its weights are loaded.
 
 They run the model with one layer of each kind and random weights. Their kernels are those of the model, because no kernel depends
-on the number of layers, and stay in the caches on disk: of Triton, FlashInfer and humming. A file beside Triton's cache remembers
+on the number of layers, and stay in the caches on disk, of Triton and humming. A file beside Triton's cache remembers
 a model for which this was done.
 """
 
-import hashlib
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +23,9 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.build.footprint import native_footprint
 from text_generation_shard.engines.torch.build.prepare import Prepared
 from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.kernels.compiled import CompiledMarker
 
 PROGRAM = "text_generation_shard.engines.torch.build.compile_part"
 HELPERS = 4
@@ -101,9 +102,7 @@ class CompileAhead:
         errors = sorted({one_line(self._others.get(pid, "")) for pid, code in codes.items() if code})
         log.info("kernels compiled", processes=HELPERS, kernels=self._kernels, seconds=round(seconds, 1), errors=errors)
         if not errors:
-            with suppress(OSError):  # a cache that cannot be written remembers nothing
-                self._done.parent.mkdir(parents=True, exist_ok=True)
-                self._done.touch()
+            self._done.create()
 
     def stop(self) -> None:
         """End the helpers of a start that failed."""
@@ -140,19 +139,12 @@ def one_of_each_kind(model: ModelConfig) -> ModelConfig:
     )
 
 
-def _marker(config: ShardConfig, settings: str, device: torch.device) -> Path:
-    import triton  # torch for CPUs comes without
+def _marker(config: ShardConfig, settings: str, device: torch.device) -> "CompiledMarker":
+    # Imports Triton, which torch for CPUs comes without.
+    from text_generation_shard.engines.torch.kernels.compiled import CompiledMarker
 
     files = [Path(config.model_path) / name for name in ("config.json", "hf_quant_config.json")]
-    versions = [version("text-generation-trtllm"), torch.__version__, triton.__version__]
-    known = (
-        settings,
-        *versions,
-        torch.cuda.get_device_name(device),
-        *(file.read_text() for file in files if file.exists()),
-    )
-    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-    return Path(triton.knobs.cache.dir) / f"text-generation-{digest}"
+    return CompiledMarker(device, settings, *(file.read_text() for file in files if file.exists()))
 
 
 def have_room(config: ShardConfig, prepared: Prepared[ModelConfig]) -> bool:

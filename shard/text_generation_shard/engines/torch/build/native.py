@@ -39,8 +39,10 @@ def load_model(config: ShardConfig, model_config: ModelConfig, weights: ModelWei
         load(config, weights.prediction.named_parameters(), own.model.quantization, own.folder)
 
 
-def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[EngineBuilder, Runner]:
-    """Load a model and return its runner, and the builder of its engine. Raises EngineError."""
+def build_model(
+    config: ShardConfig, prepared: Prepared[ModelConfig], *, compiles: bool = True
+) -> tuple[EngineBuilder, Runner]:
+    """Load a model and return its runner, and the builder of its engine. `compiles`: see `DeviceKernels`. Raises EngineError."""
     model_config = prepared.model
     builder = EngineBuilder(config, prepared)
     on_cpu, group = builder.device.type == "cpu", builder.group
@@ -71,5 +73,6 @@ def build_model(config: ShardConfig, prepared: Prepared[ModelConfig]) -> tuple[E
         fp8=fp8,
         state_bytes=weights.state_bytes,
         has_axes=any(rope.axes for rope in model_config.ropes),
+        compiles=compiles,
     )
     return builder, runner

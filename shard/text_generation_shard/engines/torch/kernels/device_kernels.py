@@ -16,10 +16,8 @@ from text_generation_shard.engines.torch.kernels.decode_attention import DecodeA
 from text_generation_shard.engines.torch.kernels.embedding import embed
 from text_generation_shard.engines.torch.kernels.experts import experts
 from text_generation_shard.engines.torch.kernels.few_experts import few_experts
-from text_generation_shard.engines.torch.kernels.flashinfer_chunks import (
-    FLASHINFER_HEAD_DIMS,
-    FlashInferChunks,
-)
+from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FLASHINFER_HEAD_DIMS, FlashInferChunks
+from text_generation_shard.engines.torch.kernels.flashinfer_compiler import FlashInferCompiler
 from text_generation_shard.engines.torch.kernels.gated_norm import gated_norm
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS, matvec
@@ -37,7 +35,7 @@ Heads = tuple[int, int, int]
 class DeviceKernels:
     """The kernels by name, with the workspaces of those that have any, for each kind of heads that the layers have.
 
-    `rules` are scale and softcap of the scores of each layer. Everything called in a forward pass can be captured in a CUDA graph,
+    `rules` are scale and softcap of the scores of each layer. With `compiles`, FlashInfer's kernels are compiled if they were not. Everything called in a forward pass can be captured in a CUDA graph,
     except `chunk_attention`, which is planned on the host for each step.
     """
 
@@ -64,11 +62,14 @@ class DeviceKernels:
         max_slots: int,
         *,
         narrow: bool,
+        compiles: bool = True,
     ) -> None:
         # Up to this number of tokens in a step, fused products are faster than separate ones. Measured on an H200: wide products
         # beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
         self.fused_tokens = MAX_ROWS if narrow else 1
         self._chunks: dict[Heads, FlashInferChunks | PagedChunkAttention] = {}
+        self._by_flashinfer: dict[Heads, FlashInferChunks] = {}
+        """Chunks by FlashInfer, which takes over once its kernels are compiled."""
         self._image_chunks: dict[Heads, PagedChunkAttention] = {}
         """The same for steps with images, of layers with `bidirectional_images`: FlashInfer would need a mask in memory."""
         self._decoding: dict[Heads, DecodeAttention] = {}
@@ -84,21 +85,25 @@ class DeviceKernels:
                 raise EngineError(f"head_dim {width} is not served on CUDA, only up to {MAX_HEAD_DIM}")
             groups = {shape.layers[index].window: shape.groups[index] for index in layers}
             has_images = any(shape.layers[index].bidirectional_images for index in layers)
-            by_flashinfer = heads[2] in FLASHINFER_HEAD_DIMS and not latent
-            if by_flashinfer:
-                dtypes = shape.dtype, shape.stored
-                self._chunks[heads] = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
-            if has_images or not by_flashinfer:
-                own = PagedChunkAttention(
-                    *heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent
-                )
+            own = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent)
+            self._chunks[heads] = own
+            if has_images:
                 self._image_chunks[heads] = own
-                self._chunks.setdefault(heads, own)
+            if heads[2] in FLASHINFER_HEAD_DIMS and not latent:
+                dtypes = shape.dtype, shape.stored
+                chunks = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
+                self._by_flashinfer[heads] = chunks
             self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device, latent=latent)
+        if self._by_flashinfer:
+            shapes = [each.shape for each in self._by_flashinfer.values()]
+            self._compiler = FlashInferCompiler(shapes, shape.device, compiles=compiles)
         # Decode rows, with their drafts, and the last chunks of prompts.
         self.sample_greedy = GreedySampler(2 * max_slots, vocab_size, shape.device).run
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        if self._by_flashinfer and self._compiler.is_done:
+            self._chunks |= self._by_flashinfer
+            self._by_flashinfer = {}
         for chunks in {*self._chunks.values(), *self._image_chunks.values()}:
             chunks.plan(plan, columns)
 

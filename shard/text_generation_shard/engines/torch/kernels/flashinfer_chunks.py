@@ -1,7 +1,7 @@
 """Attention of prompt chunks over the paged cache.
 
-Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others by our own
-kernel, see kernels/chunk_attention.py. A plan of FlashInfer is written to pinned memory and copied asynchronously. Sets of buffers
+Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others, and these until
+FlashInfer's kernels are compiled, by our own kernel: see kernels/chunk_attention.py and kernels/flashinfer_compiler.py. A plan of FlashInfer is written to pinned memory and copied asynchronously. Sets of buffers
 take turns: when a step is planned, the copies of the previous step and of a prediction before that may still be pending, none before.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ WORKSPACE = 256 << 20
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Measured sizes. FlashInfer has a kernel for 512 as well, and compiles it for GPUs after Hopper only."""
 BUFFER_SETS = 3
+
+
+class ChunkShape(NamedTuple):
+    """The properties of layers on which FlashInfer's kernels depend."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_windows: tuple[bool, ...]
+    has_softcap: bool
+    dtype: str
+    cache_dtype: str
 
 
 class FlashInferChunks:
@@ -61,35 +73,60 @@ class FlashInferChunks:
         ]
         self._groups = groups
 
+    @property
+    def shape(self) -> ChunkShape:
+        windows = tuple(sorted({window is not None for window in self._groups}))
+        names = (str(each).removeprefix("torch.") for each in (self._dtype, self._cache_dtype))
+        return ChunkShape(*self._heads, windows, self._softcap is not None, *names)
+
+    @classmethod
+    def compile(cls, shape: ChunkShape) -> None:
+        """Compile the kernels of a shape, and load them into this process."""
+        dtypes = getattr(torch, shape.dtype), getattr(torch, shape.cache_dtype)
+        groups = {1 if has_window else None: 0 for has_window in shape.has_windows}
+        chunks = cls(*shape[:3], groups, dtypes, scale=1.0, softcap=1.0 if shape.has_softcap else None)
+        for window, wrapper in chunks._buffer_sets[0].items():
+            ends = torch.tensor([0, 1], dtype=torch.int32)
+            chunks._plan(wrapper, window, ends, ends, ends[:1].cuda(), ends[1:], 1)
+
     def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         self._buffer_sets.append(self._buffer_sets.pop(0))
         query_indptr, page_ends, last_pages = (
             torch.from_numpy(plan.column(name)) for name in ("query_indptr", "page_indptr", "last_pages")
         )
-        num_heads, num_kv_heads, head_dim = self._heads
-        longest = plan.longest_chunk
         for window, wrapper in self._buffer_sets[0].items():
             start, end = plan.page_indptr(self._groups[window])
             page_indptr = page_ends[start:end]
             first, last = page_indptr[[0, -1]].tolist()
-            wrapper.plan(
-                query_indptr,
-                page_indptr - first,
-                columns["pages"][first:last],
-                last_pages,
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                BLOCK_SIZE,
-                causal=True,
-                window_left=-1 if window is None else window - 1,
-                sm_scale=self._scale,
-                logits_soft_cap=self._softcap,
-                q_data_type=self._dtype,
-                kv_data_type=self._cache_dtype,
-                non_blocking=True,
-                max_token_per_sequence=longest,
-            )
+            pages = columns["pages"][first:last]
+            self._plan(wrapper, window, query_indptr, page_indptr - first, pages, last_pages, plan.longest_chunk)
+
+    def _plan(
+        self,
+        wrapper: BatchPrefillWithPagedKVCacheWrapper,
+        window: int | None,
+        query_indptr: Tensor,
+        page_indptr: Tensor,
+        pages: Tensor,
+        last_pages: Tensor,
+        longest: int,
+    ) -> None:
+        wrapper.plan(
+            query_indptr,
+            page_indptr,
+            pages,
+            last_pages,
+            *self._heads,
+            BLOCK_SIZE,
+            causal=True,
+            window_left=-1 if window is None else window - 1,
+            sm_scale=self._scale,
+            logits_soft_cap=self._softcap,
+            q_data_type=self._dtype,
+            kv_data_type=self._cache_dtype,
+            non_blocking=True,
+            max_token_per_sequence=longest,
+        )
 
     def run(
         self,
