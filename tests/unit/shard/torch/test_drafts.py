@@ -92,7 +92,7 @@ def engine(cache: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096, max_batch_prefill_tokens=128)))
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=128)))
 
 
 def edited(tokens: list[int], draw: random.Random) -> tuple[int, ...]:
