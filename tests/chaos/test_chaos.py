@@ -17,7 +17,8 @@ FOLDER = Path(__file__).parent
 @pytest.mark.timeout(1800)
 def test_every_fault_has_its_documented_outcome(demo_model: Path) -> None:
     command = [sys.executable, str(FOLDER), "--model", str(demo_model), "--minutes", "10", "--seed", "1"]
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent / "system")}
+    folders = (str(FOLDER.parent / name) for name in ("system", "support"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
