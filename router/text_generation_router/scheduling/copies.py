@@ -123,7 +123,7 @@ class ReplicaCopies:
         ordered, self._ordered = self._ordered, []
         for waiting in self._due():
             on_device = self._cache.tree.match(waiting.salt, waiting.key)
-            # A lock makes those of no running sequence unavailable. A sequence that moves had them until now.
+            # A lock makes the blocks of an ended sequence unavailable. One that moves had them until now.
             evictable = 0 if waiting.moved is not None else on_device.evictable_blocks
             if evictable and self._cache.available - spare < evictable:
                 continue

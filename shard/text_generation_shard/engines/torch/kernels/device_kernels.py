@@ -35,8 +35,9 @@ Heads = tuple[int, int, int]
 class DeviceKernels:
     """The kernels by name, with the workspaces of those that have any, for each kind of heads that the layers have.
 
-    `rules` are scale and softcap of the scores of each layer. With `compiles`, FlashInfer's kernels are compiled if they were not. Everything called in a forward pass can be captured in a CUDA graph,
-    except `chunk_attention`, which is planned on the host for each step.
+    `rules` are scale and softcap of the scores of each layer. With `compiles`, FlashInfer's kernels are compiled if they were not.
+    Everything called in a forward pass can be captured in a CUDA graph, except `chunk_attention`, which is planned on the host for
+    each step.
     """
 
     adapter_rows = GroupedRows
