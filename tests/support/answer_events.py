@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.chat import AnswerEnd, Finish
-from text_generation_router.chat.events import Event
+from text_generation_router.chat.events import Event, Kind
 from text_generation_router.generation import GenerationResult
 
 Json = dict[str, Any]
@@ -25,6 +25,13 @@ def _by_type(union: object) -> dict[str, type[BaseModel]]:
 
 RESPONSES = _by_type(ResponseStreamEvent)
 MESSAGES = _by_type(RawMessageStreamEvent)
+TWO_CALLS = (
+    Event(Kind.CALL, "look"),
+    Event(Kind.ARGUMENTS, '{"a":'),
+    Event(Kind.ARGUMENTS, '"ü"}'),
+    Event(Kind.CALL, "stop", 1),
+    Event(Kind.ARGUMENTS, "{}", 1),
+)
 
 
 def read_events(stream: bytes) -> list[Json]:

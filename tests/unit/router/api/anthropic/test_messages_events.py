@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from answer_events import MESSAGES, ending, read_events, write_answer
+from answer_events import MESSAGES, TWO_CALLS, ending, read_events, write_answer
 from anthropic.types import Message
 
 from text_generation_proto.values import FinishReason
@@ -31,11 +31,7 @@ def test_reasoning_texts_and_tool_uses_are_separate_blocks_in_anthropics_order()
             Event(Kind.REASONING, "hm"),
             Event(Kind.TEXT, "Hel"),
             Event(Kind.TEXT, '"lo"\n'),
-            Event(Kind.CALL, "look"),
-            Event(Kind.ARGUMENTS, '{"a":'),
-            Event(Kind.ARGUMENTS, '"ü"}'),
-            Event(Kind.CALL, "stop", 1),
-            Event(Kind.ARGUMENTS, "{}", 1),
+            *TWO_CALLS,
         ],
         ending(Finish.TOOL_CALLS),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from answer_events import RESPONSES, check_types, ending, read_events, write_answer
+from answer_events import RESPONSES, TWO_CALLS, check_types, ending, read_events, write_answer
 from openai.types.responses import Response
 
 from text_generation_router.api.core.chat import Finish
@@ -23,11 +23,7 @@ EVERYTHING: list[Event] = [
     Event(Kind.REASONING, " yes"),
     Event(Kind.TEXT, "I'll "),
     Event(Kind.TEXT, 'look "it" up\n'),
-    Event(Kind.CALL, "look"),
-    Event(Kind.ARGUMENTS, '{"a":'),
-    Event(Kind.ARGUMENTS, '"ü"}'),
-    Event(Kind.CALL, "stop", 1),
-    Event(Kind.ARGUMENTS, "{}", 1),
+    *TWO_CALLS,
 ]
 
 
