@@ -31,6 +31,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits
+from text_generation_router.api.table import route_table
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.discovery.source import StaticSource
@@ -229,11 +230,7 @@ async def serve(
                 listening(
                     create_app(
                         serving,
-                        chats,
-                        stats,
-                        healthy=healthy,
-                        model=joined.info,
-                        templates=templates,
+                        route_table(serving, chats, stats, healthy=healthy, model=joined.info, templates=templates),
                     ),
                     metrics.connections,
                     connections,

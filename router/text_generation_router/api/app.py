@@ -1,41 +1,27 @@
 """The HTTP application: handlers, routes, middleware."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.keys import tenant_of
 from text_generation_router.api.http.middleware import Cors, Gate, add_request_id, answering, end_preparation
-from text_generation_router.api.http.routes import add_routes
+from text_generation_router.api.http.routes import Route, add_routes
 from text_generation_router.api.http.spans import RequestSpans
-from text_generation_router.api.table import route_table
-from text_generation_router.chat.template_files import ChatTemplates
-from text_generation_router.stats import Stats
 from text_generation_router.web.body_reader import BODIES, BodyReader
 
 if TYPE_CHECKING:
     from text_generation_common.tracer import Tracer
 
 
-def create_app(
-    serving: Serving,
-    chats: ChatPreparer,
-    stats: Stats,
-    *,
-    healthy: Callable[[], bool],
-    model: pb.InfoResponse,
-    templates: ChatTemplates,
-    tracer: "Tracer | None" = None,
-) -> web.Application:
-    """Return the application. Run it with `handler_cancellation=True`, so that a client that leaves ends its request."""
+def create_app(serving: Serving, table: Sequence[Route], tracer: "Tracer | None" = None) -> web.Application:
+    """Return the application with the routes of `table`. Run it with `handler_cancellation=True`, so that a client that leaves ends its request."""
     settings, metrics = serving.settings, serving.metrics
     app = web.Application(client_max_size=settings.config.payload_limit)
     app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage, tenant_of)
-    rows = add_routes(app, route_table(serving, chats, stats, healthy=healthy, model=model, templates=templates))
+    rows = add_routes(app, table)
     gate = Gate([added for added, route in rows.items() if route.probe or route.always], serving.cluster)
     spans = None if tracer is None else RequestSpans(tracer, settings.model_id)
     keyless = [added for added, route in rows.items() if route.probe or route.public]

@@ -27,6 +27,7 @@ from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.starting import create_starting_app
+from text_generation_router.api.table import route_table
 from text_generation_router.chat.template_files import ChatTemplates, load_templates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig, listen_host
@@ -117,15 +118,15 @@ class HttpSide:
                 self.tokenizer, self.templates, model.grammar_kinds, cluster, backend.permits, metrics, settings
             ) as (serving, chats, prepared):
                 try:
-                    app = create_app(
+                    table = route_table(
                         serving,
                         chats,
                         backend.stats,
                         healthy=lambda: self.notifier.is_ready and cluster.ready and not cluster.stopping,
                         model=model.info,
                         templates=self.templates,
-                        tracer=tracer,
                     )
+                    app = create_app(serving, table, tracer)
                 except ValueError as error:  # an AIP_* path that is invalid or taken
                     raise CannotServe(str(error)) from error
                 return await self._run(app, metrics, backend, prepared)
