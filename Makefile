@@ -80,7 +80,8 @@ uplot: browser-packages ## Copy the charting library uPlot into the router, in t
 # One more than there are cores, at most four: many tests wait for servers that they start.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 # One thread for each process, which does not spin while it waits: tests share the cores with the servers they start.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Compiled modules are kept also where the environment forbids it: tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: test
 test: check model node-packages ## Run the checks and the tests
