@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from corpus import CORPUS
 from every_dialect import stream_data
+from full_grid import full
 from http_stack import Stack, serve, served
 
 PROMPT = "Was ist schön? 漢字と😀 <|im_end|> The end."
@@ -140,7 +141,7 @@ async def test_the_root_wraps_its_reply_and_repeats_the_prompt(stack: Stack) -> 
     assert await post(stack, "/generate", body) == b'{"generated_text":"Test"}'
 
 
-@pytest.mark.parametrize("script", CORPUS)
+@pytest.mark.parametrize("script", [full(name) if number % 3 else name for number, name in enumerate(CORPUS)])
 async def test_streamed_whole_and_decoded_text_agree(stack: Stack, script: str) -> None:
     text = CORPUS[script]
     ids = stack.tokenizer.encode(text, add_special_tokens=True).ids

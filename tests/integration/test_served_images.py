@@ -16,7 +16,7 @@ from vision_models import VisionModel, picture, vision_configs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 
-FAST = ("mistral3", "qwen3_vl", "smolvlm", "gemma3")
+FAST = ("mistral3", "qwen3_vl", "smolvlm")
 """Rows, squares, tiles, and a text that stands for an image."""
 NEW_TOKENS = 5
 AROUND = ("<start_of_image>", "<end_of_image>", "<|begin_of_image|>", "<|end_of_image|>", "<|image>", "<image|>")

@@ -75,6 +75,7 @@ async def test_no_service_answers_without_the_token(tmp_path: Path, *, tcp: bool
             await thief.ready(30)
 
 
+@pytest.mark.full
 async def test_calls_without_the_token_take_neither_memory_nor_the_session() -> None:
     address = free_address()
     large = bytes(201 << 20)

@@ -72,6 +72,7 @@ async def test_requests_go_on_over_the_death_of_the_scheduler_process(echo_model
         await served.idle()
 
 
+@pytest.mark.full
 async def test_an_adapter_that_is_unloaded_while_it_is_used_stays_unloaded(echo_model: Path, tmp_path: Path) -> None:
     """The scheduler process dies between the unload and the end of the last request."""
     (tmp_path / "sql").mkdir()

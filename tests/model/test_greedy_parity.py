@@ -58,6 +58,7 @@ def test_transformers_predicts_each_token(demo_model: Path, quarter: Prompts, to
         assert len(tokens) == NEW_TOKENS
 
 
+@pytest.mark.full
 def test_staggered_in_chunks_and_preempted(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
     driver = warm(engine)
     streams = []

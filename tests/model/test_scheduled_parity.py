@@ -158,10 +158,9 @@ async def test_together_from_the_prefix_cache(
 @pytest.mark.parametrize(
     ("pool_tokens", "policy"),
     [
-        (8192, {"max_batch_prefill_tokens": 17}),
-        (208, {"growth_tokens": 1}),
+        pytest.param(208, {"growth_tokens": 1}, id="after preemptions"),
+        pytest.param(8192, {"max_batch_prefill_tokens": 17}, id="in chunks", marks=pytest.mark.full),
     ],
-    ids=["in chunks", "after preemptions"],
 )
 async def test_with_less_memory(
     requests: list[Request],

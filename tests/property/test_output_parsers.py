@@ -244,7 +244,11 @@ FLOODS = [
         for row, (kind, before) in enumerate(BEFORE.items())
         for column, unit in enumerate(HOSTILE.values())
     ),
-    *((kind, before, unit) for kind, (before, units) in HOSTILE_BY_FORMAT.items() for unit in units),
+    *(
+        full(kind, before, unit) if column % 2 else (kind, before, unit)
+        for kind, (before, units) in HOSTILE_BY_FORMAT.items()
+        for column, unit in enumerate(units)
+    ),
 ]
 
 

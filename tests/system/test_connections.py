@@ -126,6 +126,7 @@ async def probing(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Pro
 # --------------------------------------------------------------------------------------------------------------- attacks
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_descriptors")
 async def test_probes_and_streams_go_on_when_descriptors_run_out(
     echo_model: Path, session: aiohttp.ClientSession
@@ -271,7 +272,8 @@ class Proxy:
             tasks.create_task(copy(upstream[0], writer))
 
 
-@pytest.mark.parametrize(("requests", "restarts"), [(240, 1), pytest.param(10_000, 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("requests", "restarts"), [(10_000, 2)])
 async def test_no_request_is_lost_when_servers_restart_in_turn(echo_model: Path, requests: int, restarts: int) -> None:
     """Clients ask again after a 503, as OpenAI's do, and after nothing else."""
     body = {"inputs": "one two three", "parameters": {"max_new_tokens": 5}}

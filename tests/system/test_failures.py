@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
+from full_grid import full
 from stack import generate, running, still_running
 from streams import Streams
 
@@ -25,7 +26,7 @@ MAX_END_S = 10.0
 EXIT_CODES = {"launcher": -9, "router": ExitCode.DEPENDENCY_LOST, "shard": ExitCode.DEPENDENCY_LOST}
 
 
-@pytest.mark.parametrize("victim", ["launcher", "router", "shard"])
+@pytest.mark.parametrize("victim", ["launcher", full("router"), full("shard")])
 async def test_killed_process_ends_all_others(victim: str, echo_model: Path) -> None:
     """Router and shard: without restarts."""
     restarts = "1" if victim == "launcher" else "0"
@@ -97,6 +98,7 @@ async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(
         assert "shard cannot be started" not in stack.events("launcher")
 
 
+@pytest.mark.full
 async def test_a_shard_that_comes_back_without_its_model_does_not_count_as_serving(
     echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

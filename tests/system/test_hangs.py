@@ -95,6 +95,7 @@ async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
         assert stack.events("launcher").count("child hangs") == 1
 
 
+@pytest.mark.full
 async def test_a_pause_and_a_long_prompt_are_no_hangs(echo_model: Path, session: aiohttp.ClientSession) -> None:
     """A shard that is stopped for less than --hang-timeout goes on; so does one that computes a prompt for longer."""
     slow_prompt = 40 * HANGING_PROMPT  # nothing of it is cached

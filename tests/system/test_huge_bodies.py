@@ -214,6 +214,7 @@ async def test_answers_of_any_size_take_little_memory(echo_model: Path, workers:
                 assert most - before <= MOST_MEMORY, (path, body, (most - before) >> 20)
 
 
+@pytest.mark.full
 async def test_memory_comes_back_after_a_burst(echo_model: Path) -> None:
     chat = BODIES["words of a chat"]
     with running(echo_model) as stack:

@@ -49,6 +49,7 @@ async def test_sigterm_lets_running_streams_finish(echo_model: Path, session: ai
         assert stack.left_behind() == []
 
 
+@pytest.mark.full
 async def test_second_signal_does_not_wait_for_streams(echo_model: Path, session: aiohttp.ClientSession) -> None:
     """The shard's socket is at a given path: a stale socket is removed before, a served one is kept.
 
@@ -116,6 +117,7 @@ def test_router_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
     assert "router failed to start" in failed_start(tmp_path).events("launcher")
 
 
+@pytest.mark.full
 def test_http_workers_take_the_port_before_they_listen_and_leave_no_file(echo_model: Path) -> None:
     first = Stack(echo_model, "--http-workers", "2")
     try:

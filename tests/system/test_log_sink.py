@@ -99,7 +99,7 @@ async def reported(log: Path) -> dict[str, Any]:
     return reports[0]
 
 
-@pytest.mark.parametrize("fault", ["full", "stalled", *map(full, ("closed", "launcher stopped"))])
+@pytest.mark.parametrize("fault", ["full", *map(full, ("stalled", "closed", "launcher stopped"))])
 async def test_a_broken_log_costs_lines_only(
     fault: str, echo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

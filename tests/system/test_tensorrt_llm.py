@@ -163,6 +163,7 @@ async def test_requests_beyond_the_batch_size_wait_in_the_routers_queue(
 # ------------------------------------------------------------------------------------------------ shutdown and failures
 
 
+@pytest.mark.full
 def test_an_engine_that_hangs_at_shutdown_is_killed(echo_model: Path) -> None:
     with serving(echo_model, "1.2", "--shutdown-timeout", "1", hang_shutdown=1, workers=1) as stack:
         children = stack.children()

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import grpc
 import pytest
+from full_grid import full
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from otlp_collector import Collector, collecting
 from structlog.testing import capture_logs
@@ -63,7 +64,7 @@ async def turns_during(work: Coroutine[None, None, None]) -> int:
     return turns
 
 
-@pytest.fixture(params=["away", "slow", "refusing"])
+@pytest.fixture(params=["slow", *map(full, ("away", "refusing"))])
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A collector that takes nothing."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")

@@ -66,6 +66,7 @@ def write_large(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(LARGE), encoding="utf-8")
 
 
+@pytest.mark.full
 def test_a_large_model_is_planned_for_gpus_that_are_not_there(tmp_path: Path) -> None:
     write_large(tmp_path)
     write_tokenizer(tmp_path)

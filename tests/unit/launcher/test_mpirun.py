@@ -224,6 +224,7 @@ async def test_dead_rank_ends_the_shard(rank: int, mpi_programs: FakeMpi) -> Non
         await running.all_gone()
 
 
+@pytest.mark.full
 async def test_shard_that_does_not_stop_without_its_ranks_is_killed(mpi_programs: FakeMpi) -> None:
     deaf = SHARD + "signal.signal(signal.SIGTERM, lambda *_: None)\nwhile True: signal.pause()\n"
     async with started(mpi_programs, deaf) as running:

@@ -45,6 +45,17 @@ ALSO_COVERED = {
     "qwen3_5_moe_text",
     "olmo_hybrid, with rotation",
     "youtu",
+    "llama, tied",
+    "qwen3, tied",
+    "glm4_moe, no norms",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "qwen3_5_moe, text part",
+    "granitemoehybrid",
+    "bamba",
+    "falcon_h1, normed",
+    "lfm2",
+    "nemotron_h",
 }
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""
 

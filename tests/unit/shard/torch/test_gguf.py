@@ -103,6 +103,7 @@ def test_a_missing_package_is_named(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.full
 def test_the_command_refuses_other_files_and_folders_in_one_line(tmp_path: Path) -> None:
     (text := tmp_path / "text.gguf").write_text("text", encoding="utf-8")
     (full := tmp_path / "full").mkdir()

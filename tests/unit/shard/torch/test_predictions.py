@@ -94,7 +94,7 @@ def capture(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         "deepseek_v3",
         full("glm4_moe"),
         full("qwen2"),
-        "EAGLE-3",
+        full("EAGLE-3"),
         "EAGLE-3 of speculators",
     ],
 )

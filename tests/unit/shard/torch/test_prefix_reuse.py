@@ -35,7 +35,7 @@ SAMPLINGS = [
     full(Sampling()),
     full(SEEDED),
     PENALIZED,
-    replace(SEEDED, output_presence_penalty=1.5, output_frequency_penalty=0.5),
+    full(replace(SEEDED, output_presence_penalty=1.5, output_frequency_penalty=0.5)),
 ]
 IDS = ["greedy", "seeded", "prompt penalized", "output penalized"]
 

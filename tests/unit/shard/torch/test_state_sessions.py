@@ -33,7 +33,7 @@ from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 CONFIGS = native_configs(SHAPE | {"max_position_embeddings": 512}, head_dim=16, wide_head_dim=24)
-SESSIONS = 100 if os.environ.get("TEST_FULL") else 3
+SESSIONS = 100 if os.environ.get("TEST_FULL") else 2
 AT_ONCE = 4
 MARKER = (300, 301, 302)
 """The start of an answer; its last token begins the reasoning, and is dropped with it."""

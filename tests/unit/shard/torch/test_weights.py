@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_grid import full
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 from torch import Tensor
@@ -108,7 +109,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     assert "cannot be read, is it complete?" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(("private", "file", "folder"), [(FILE, 0o600, 0o755), ("", 0o644, 0o711)])
+@pytest.mark.parametrize(("private", "file", "folder"), [(FILE, 0o600, 0o755), full("", 0o644, 0o711)])
 def test_a_file_or_folder_that_only_its_owner_may_read_is_named_so(private: str, file: int, folder: int) -> None:
     program = """
         import os, sys

@@ -137,6 +137,7 @@ def check(results: list[Results], name: str, expected: list[Tensor]) -> None:
             assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
+@pytest.mark.full
 def test_all_reduce_adds_in_rank_order_with_the_same_bits_on_all_ranks(results: list[Results]) -> None:
     check(results, "sums", [total(turn, elements) for turn, elements in enumerate(SIZES)])
     # A late rank gets all values.

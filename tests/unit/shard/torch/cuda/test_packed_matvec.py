@@ -62,7 +62,7 @@ CASES = [
     Case(4, 32, 10, 512, zeros=True),
     Case(8, 64, 10, 512, zeros=True),
     Case(8, 128, 10, 512, zeros=False, floats=True),
-    Case(4, 32, 10, 288, zeros=False, floats=True),
+    full(Case(4, 32, 10, 288, zeros=False, floats=True)),
     full(Case(4, 96, 6, 288, zeros=False)),  # no power of two
     full(Case(8, 1024, 6, 1024, zeros=False)),
 ]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 MEMBER = """
 import sys, torch, torch.distributed as dist
 from text_generation_shard.engines.torch.parallel import symmetric
@@ -35,6 +37,7 @@ print({fault: create(fault) for fault in ("memory", "values", "none")})
 """
 
 
+@pytest.mark.full
 def test_all_ranks_create_the_collectives_or_none() -> None:
     with tempfile.TemporaryDirectory() as folder:
         members = [
