@@ -273,9 +273,9 @@ class Proxy:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("requests", "restarts"), [(10_000, 2)])
-async def test_no_request_is_lost_when_servers_restart_in_turn(echo_model: Path, requests: int, restarts: int) -> None:
+async def test_no_request_is_lost_when_servers_restart_in_turn(echo_model: Path) -> None:
     """Clients ask again after a 503, as OpenAI's do, and after nothing else."""
+    requests, restarts = 10_000, 2
     body = {"inputs": "one two three", "parameters": {"max_new_tokens": 5}}
     numbers = iter(range(requests))
     done = refused = 0
