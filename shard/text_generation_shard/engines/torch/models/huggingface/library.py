@@ -173,10 +173,10 @@ def base_of(model: LibraryModel) -> LibraryModel:
     return model.base_model if model.base_model is not model else model.model
 
 
-def part_before_head(model: LibraryModel) -> LibraryModel:
-    """Return the largest part of a model that has the decoder and not the LM head: the one whose output the head gets."""
+def parts_before_head(model: LibraryModel) -> list[LibraryModel]:
+    """Return the parts of a model that have the decoder and not the LM head: the head gets the output of one of them."""
     decoder, head = base_of(model), model.get_output_embeddings()
-    return next(each for each in model.modules() if decoder in (parts := list(each.modules())) and head not in parts)
+    return [each for each in model.modules() if decoder in (parts := list(each.modules())) and head not in parts]
 
 
 class HiddenStates(BaseModelOutput):

@@ -4,6 +4,7 @@ find_decoder.py finds the decoder, for layers of the usual form.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import (
     HiddenStates,
     LibraryModel,
     base_of,
-    part_before_head,
+    parts_before_head,
     use_attention,
 )
 from text_generation_shard.engines.torch.models.huggingface.states import LibraryStates
@@ -68,9 +69,8 @@ class TransformersModel:
         self.base = base_of(model)
         """The part of the model whose output the LM head gets."""
         self._run_base = self.base.forward
-        before_head = part_before_head(model)
-        self._run_before_head = before_head.forward
-        before_head.forward = self._run_or_give
+        for part in parts_before_head(model):
+            part.forward = partial(self._run_or_give, part.forward)
         self.states = LibraryStates(model)
         self._given: Any = None
         """The output that the part before the LM head is to give without running."""
@@ -176,5 +176,5 @@ class TransformersModel:
         logits: Tensor = self.library(input_ids=token_ids, use_cache=False).logits[0]
         return logits
 
-    def _run_or_give(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 – a module's forward
-        return self._run_before_head(*arguments, **named) if self._given is None else self._given
+    def _run_or_give(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 – a module's forward
+        return run(*arguments, **named) if self._given is None else self._given
