@@ -22,7 +22,7 @@ LIBRARIES = [
         "langchain",
         ["langchain-openai==1.7.3", "langchain-anthropic==1.7.7", "langchain-huggingface==1.2.3"],
     ),
-    Environment("litellm", ["litellm==1.106.2"]),
+    Environment("litellm", ["litellm==1.106.2", "mcp==2.3.0"]),  # imports `mcp`, which it does not declare
     Environment("llama_index", ["llama-index-llms-openai-like==0.8.1"]),
     Environment("llama_index_tgi", ["llama-index-llms-text-generation-inference==0.3.3"]),
     Environment("openai_agents", ["openai-agents==0.24.0"]),
