@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from full_grid import full
 from model_families import conditioned
 from native_families import GPU_SHAPE, native_configs
 from tiny_transformers import random_model, save
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -19,8 +22,22 @@ from text_generation_shard.engines import build_engine
 CONFIGS = native_configs(GPU_SHAPE, head_dim=64, wide_head_dim=128)
 LENGTHS = (3, 40, 130, 300)
 MAX_ERROR = 2e-2
+"""Relative, of the logprobs."""
 MAX_GAP = 1e-2
-"""Mean distance, in standard deviations of the logits, of the token that we find most probable from the most probable one."""
+"""Mean distance, in standard deviations of the logits, of the token found most probable from the most probable one."""
+ALSO = 1.2
+"""Errors of transformers in bfloat16 that are allowed too: rounding may change the choice of experts."""
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Tensor:
+    """Return the logits that predict the tokens of prompts behind their first."""
+    return torch.cat([model(prompt.unsqueeze(0)).logits[0, :-1].float() for prompt in prompts])
+
+
+def gap(logits: Tensor, tops: Tensor) -> float:
+    found = logits.gather(1, tops.unsqueeze(1)).squeeze(1)
+    return float(((logits.amax(-1) - found) / logits.std(-1)).mean())
 
 
 @pytest.mark.parametrize("name", [name if name == "gemma3_text" else full(name) for name in CONFIGS])
@@ -35,18 +52,15 @@ def test_prompt_logprobs_in_bfloat16(name: str, tmp_path: Path, device: torch.de
         driver.admit(prompt.tolist(), 2, chunk=100, prompt_logprobs=True, prompt_top_n=1, top_n=1) for prompt in prompts
     ]
     driver.run()
-    model.float()
-    differences, references, gaps = [], [], []
-    for prompt, stream in zip(prompts, streams, strict=True):
-        with torch.inference_mode():
-            logits = model(prompt.unsqueeze(0)).logits[0, :-1].float()
-        expected = logits.log_softmax(-1).gather(1, prompt[1:].unsqueeze(1)).squeeze(1)
-        ours = torch.tensor([value for scores in stream.prompt_logprobs for value in scores])[-len(expected) :]
-        differences.append(ours - expected)
-        references.append(expected)
-        tops = [ids[0] for scores in stream.prompt_scores if scores.tops is not None for ids, _ in scores.tops if ids]
-        found = logits.gather(1, torch.tensor(tops[-len(expected) :]).unsqueeze(1)).squeeze(1)
-        gaps.append((logits.amax(-1) - found) / logits.std(-1))
     engine.close()
-    assert float(torch.cat(differences).norm() / torch.cat(references).norm()) < MAX_ERROR
-    assert float(torch.cat(gaps).mean()) < MAX_GAP
+    ours, tops = list[float](), list[int]()
+    for stream, length in zip(streams, LENGTHS, strict=True):
+        ours += [value for scores in stream.prompt_logprobs for value in scores][1 - length :]
+        best = [ids[0] for scores in stream.prompt_scores if scores.tops is not None for ids, _ in scores.tops if ids]
+        tops += best[1 - length :]
+    rounded, exact = logits_of(model, prompts), logits_of(model.float(), prompts)
+    targets = torch.cat([prompt[1:] for prompt in prompts]).unsqueeze(1)
+    expected, own = (each.log_softmax(-1).gather(1, targets).squeeze(1) for each in (exact, rounded))
+    most = max(MAX_ERROR, ALSO * float((own - expected).norm() / expected.norm()))
+    assert float((torch.tensor(ours) - expected).norm() / expected.norm()) < most
+    assert gap(exact, torch.tensor(tops)) < max(MAX_GAP, ALSO * gap(exact, rounded.argmax(-1)))
