@@ -97,7 +97,17 @@ class GenerationTimes:
 class Generation:
     """One running request: receives token ids, sends text to its sink."""
 
-    __slots__ = ("_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "times")
+    __slots__ = (
+        "_accepted_end",
+        "_detokenizer",
+        "_sink",
+        "_special",
+        "_stop_wins",
+        "_stops",
+        "_texts",
+        "_visible",
+        "times",
+    )
 
     def __init__(self, request: Request, tokenizer: Tokenizer, sink: Sink) -> None:
         self._detokenizer = tokenizer.detokenizer(request.prompt)
@@ -109,6 +119,8 @@ class Generation:
         self._sink = sink
         self._texts: list[str] = []
         """The delta of each token."""
+        self._accepted_end = 0
+        """Number of the last accepted token of its prediction."""
         self.times = GenerationTimes(queued=time.monotonic())
 
     @property
@@ -131,6 +143,7 @@ class Generation:
     def on_predicted(self, drafted: int, accepted: int) -> None:
         self.times.predicted_tokens += drafted
         self.times.accepted_tokens += accepted
+        self._accepted_end = self.count + accepted
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Iterable[Sequence[TopToken]]) -> None:
         self._sink.on_prompt_logprobs(logprobs, tops)
@@ -176,6 +189,8 @@ class Generation:
         ending = None
         if reason is not None:
             self.times.ended = time.monotonic()
+            # A stop string may end the text before the tokens of its last step.
+            self.times.accepted_tokens -= max(0, self._accepted_end - number)
             ending = GenerationResult(reason, "".join(texts), number, stop, texts)
         text = delta if special is None else special
         self._sink.on_output(TokenOutput(number, token_id, text, delta, logprob, special is not None, top, ending))

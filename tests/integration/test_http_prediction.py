@@ -61,11 +61,11 @@ def content(text: str) -> Json:
     return {"type": "content", "content": text}
 
 
-def details(usage: Json) -> tuple[int, int]:
-    """Return accepted and rejected tokens; checks the sums."""
+def details(usage: Json, new: int = NEW) -> tuple[int, int]:
+    """Return accepted and rejected tokens; checks the sums, with so many new tokens."""
     counted = usage["completion_tokens_details"]
     accepted, rejected = counted["accepted_prediction_tokens"], counted["rejected_prediction_tokens"]
-    assert usage["completion_tokens"] == NEW + rejected
+    assert usage["completion_tokens"] == new + rejected
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     return accepted, rejected
 
@@ -106,6 +106,21 @@ async def test_the_answers_of_one_request_share_a_prediction(stack: Stack) -> No
     predicted = await post(stack.client, CHAT, asking(stack, "Edit it.", n=2, prediction=content(texts[1])))
     assert [whole(predicted, index)["content"] for index in range(2)] == texts
     assert predicted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 20
+
+
+async def test_tokens_after_a_stop_string_are_rejected(stack: Stack) -> None:
+    text = whole(await post(stack.client, CHAT, asking(stack, "Stop it.")))["content"]
+    tried = 0
+    for end in range(4, 40, 3):
+        stop = text[end - 4 : end]
+        asked = asking(stack, "Stop it.", stop=[stop], prediction=content(text), cache_salt=str(end))
+        answer = await post(stack.client, CHAT, asked)
+        before = text.index(stop)
+        assert whole(answer)["content"] == text[:before]
+        accepted, rejected = details(answer["usage"], new := before + len(stop))
+        assert accepted < new  # the first one has no draft
+        tried += rejected
+    assert tried > 0
 
 
 async def test_an_empty_prediction_has_no_tokens(stack: Stack) -> None:
