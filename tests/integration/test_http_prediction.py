@@ -22,6 +22,8 @@ from text_generation_shard.engines import build_engine
 
 CHAT = "/v1/chat/completions"
 NEW = 60
+UNKNOWN = 263
+"""The token `ab` of the tokenizer, which the model is said not to have."""
 DRAFTED = "text_generation_spec_decode_draft_tokens_total"
 ACCEPTED = "text_generation_spec_decode_accepted_tokens_total"
 
@@ -35,7 +37,7 @@ async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     write_tokenizer(folder)
     async with serve(
         folder,
-        limits=replace(LIMITS, max_input_tokens=150, max_total_tokens=250, drafts=True),
+        limits=replace(LIMITS, max_input_tokens=150, max_total_tokens=250, vocab_size=UNKNOWN, drafts=True),
         chat_template=VERBATIM,
         build=lambda _: _engine(folder),
         linked=request.param,
@@ -135,3 +137,11 @@ async def test_a_prediction_has_as_many_tokens_as_a_prompt_at_most(stack: Stack)
         assert reply.status == 400
         assert reply.body["error"]["param"] == "prediction"
         assert "`prediction` must have at most 150 tokens. Given: at least" in reply.body["error"]["message"]
+
+
+async def test_a_prediction_has_tokens_of_the_model_only(stack: Stack) -> None:
+    assert list(stack.tokenizer.encode_ids("ab", add_special_tokens=False)) == [UNKNOWN]
+    reply = await stack.ask(CHAT, asking(stack, "Hi", prediction=content("xab")))
+    assert reply.status == 400
+    assert reply.body["error"]["param"] == "prediction"
+    assert reply.body["error"]["message"].endswith(f"`prediction` has a token id that is not one of {UNKNOWN}")

@@ -226,6 +226,7 @@ class RequestPreparer:
                 text, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt, check=check
             )
             check(len(ids))
+            check_token_ids("prediction", ids, self.limits)  # a tokenizer may have tokens that the model has not
         return ids
 
     async def _encode(self, text: str, options: GenerationOptions, qos: QualityOfService) -> Sequence[TokenId]:
