@@ -33,7 +33,7 @@ from text_generation_proto.values import (
 )
 from text_generation_shard import grammar
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence
+from text_generation_shard.engine import Engine, EngineError, NewSequence
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.verification import verifying_rows
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
@@ -189,3 +189,16 @@ def test_slow_masks_of_drafts_count_as_those_of_their_sequence(tmp_path: Path, m
     assert [mask is not None and mask.failure for mask in found] == [None] * 3
     assert not matcher.is_quick
     assert matcher.problem is None
+
+
+@pytest.mark.parametrize(
+    ("speculate", "tokens", "problem"),
+    [("3", 4.5, "1 to 4 tokens"), ("3", float("inf"), "1 to 4 tokens"), ("3", 0.5, "1 to 4"), ("0", 2.6, "1 token, ")],
+)
+def test_a_step_cannot_yield_more_tokens_than_it_computes(
+    speculate: str, tokens: float, problem: str, tmp_path: Path
+) -> None:
+    save(random_model(CONFIGS["full"]), tmp_path)
+    config = ShardConfig(model_path=str(tmp_path), device="cpu", speculate=speculate, synthetic_acceptance=tokens)
+    with pytest.raises(EngineError, match=f"--synthetic-acceptance {tokens:g}: a step yields {problem}"):
+        build_engine(config)

@@ -224,6 +224,9 @@ def engine_info(
         drafted = longest_draft(config, device, has_states=model_config.states is not None)
     else:  # the library cannot take drafts back from a state
         drafted = 0 if model_config.has_states else longest_draft(config, device, has_states=False)
+    if config.synthetic_acceptance and not 1 <= config.synthetic_acceptance <= 1 + drafted:
+        tokens = f"1 to {1 + drafted} tokens" if drafted else "1 token, without drafts"
+        raise EngineError(f"--synthetic-acceptance {config.synthetic_acceptance:g}: a step yields {tokens}")
     return EngineInfo(
         engine="torch",
         model_id=config.model_id or config.model_path,
