@@ -31,6 +31,8 @@ def sequence(prompt: tuple[int, ...], slot: int = 0, scope: str = "", adapter: s
 
 
 def drafted(source: LookupDrafts, of: Sequence, most: int = 6) -> tuple[int, ...]:
+    """Return its draft in a step of its own."""
+    source.forget_ended()
     draft = source.drafts(of, most)
     return () if draft is None else draft.tokens
 
@@ -108,6 +110,16 @@ def test_a_long_prompt_is_indexed_in_parts(source: LookupDrafts) -> None:
     assert drafts[4] == TEXT[4:10]
 
 
+def test_a_step_indexes_long_prompts_one_after_the_other(source: LookupDrafts) -> None:
+    most = TOKENS_AT_ONCE - 300
+    others = tuple(random.Random(2).randrange(50_000) for _ in range(most - 404))
+    sequences = [sequence((*others, *TEXT, 60_000 + slot, *TEXT[:3]), slot) for slot in range(3)]
+    for step in range(3):
+        source.forget_ended()
+        drafts = [source.drafts(each, 2) for each in sequences]
+        assert [draft is not None for draft in drafts] == [slot <= step for slot in range(3)]
+
+
 def test_a_prediction_is_followed_from_its_start_and_after_edits(source: LookupDrafts, acceptance: Acceptance) -> None:
     it = sequence((1, 2), prediction=TEXT)
     it.tokens += TEXT[:1]
@@ -160,7 +172,7 @@ def test_a_long_prediction_is_indexed_in_parts_up_to_a_bound(source: LookupDraft
     far = [random.Random(3).randrange(50_000) for _ in range(INDEXED_TOKENS - 300)]
     it = sequence((1, 2), prediction=(*far, *TEXT))
     it.tokens += TEXT[50:54]
-    parts = INDEXED_TOKENS // TOKENS_AT_ONCE
+    parts = INDEXED_TOKENS // TOKENS_AT_ONCE + 1  # the last one for its own text
     drafts = [drafted(source, it, 2) for _ in range(parts)]
     assert drafts == [()] * (parts - 1) + [TEXT[54:56]]
     it.tokens += (60_000, *TEXT[350:354])

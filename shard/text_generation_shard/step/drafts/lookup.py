@@ -24,7 +24,7 @@ LONGEST_MATCH = 32
 INDEXED_TOKENS = 32768
 """Tokens of a sequence that are indexed, the last ones, and of its prediction, the first ones. About 4 MB each."""
 TOKENS_AT_ONCE = 4096
-"""Tokens of a text that are indexed in a step, about a millisecond."""
+"""Tokens of all texts that are indexed in a step, about a millisecond."""
 RECENT_TOKENS = 16384
 RECENT_SCOPES = 32
 END = (1 << 20) - 1
@@ -125,9 +125,12 @@ class LookupDrafts:
         """By slot."""
         self._recent: OrderedDict[tuple[str, str], _Recent] = OrderedDict()
         """By scope, the last used at the end."""
+        self._room = TOKENS_AT_ONCE
+        """Tokens that may still be indexed in this step."""
 
     def forget_ended(self) -> None:
-        """Forget the sequences that ended; keep what they generated."""
+        """Begin a step: forget the sequences that ended; keep what they generated."""
+        self._room = TOKENS_AT_ONCE
         for slot, known in list(self._known.items()):
             if not (sequence := known.sequence).is_held:
                 del self._known[slot]
@@ -161,16 +164,17 @@ class LookupDrafts:
         end, predicted_end = len(tokens), min(len(predicted.tokens), INDEXED_TOKENS)
         if end == known.seen:
             return
-        for each, indexed in ((predicted, predicted_end), (index, end)):
-            if indexed - each.end > TOKENS_AT_ONCE:
-                each.extend(each.end + TOKENS_AT_ONCE)
-                return
+        for each, indexed in ((predicted, predicted_end), (index, end - 1)):
+            if (behind := indexed - each.end) > 0:
+                part = min(behind, self._room)
+                self._room -= part
+                each.extend(each.end + part)
+                if part < behind:
+                    return
         if known.followed is not None and not self._follow(known.followed, tokens[known.seen :]):
             known.followed, known.left = None, known.followed
         known.seen = end
         if known.followed is None:
-            index.extend(end - 1)
-            predicted.extend(predicted_end)
             known.followed = self._found(known, tokens[-LONGEST_MATCH:]) or _returned(known.left, tokens[-1])
         index.extend(end)
 
