@@ -97,7 +97,7 @@ class ShardSettings(SharedSettings, ShardAccess):
     `lora_adapters` if those are more."""
     max_lora_rank: Annotated[int, Field(ge=0, le=256)] = 0
     """Largest rank of a LoRA adapter (torch engine). 0: that of `lora_adapters`, or 16 if there are none."""
-    speculate: Annotated[str, Field(pattern=r"^(auto|\d{1,2})$")] = "auto"
+    speculate: Annotated[str, Field(pattern=r"^(auto|[0-9]{1,2})$")] = "auto"
     """Speculative decoding in the torch engine: most tokens to draft for a sequence in a step, by a search of its own text and of
     recent outputs, and by a layer of the checkpoint that predicts tokens, or by `speculator`. auto: 8 on a CPU, 4 on a GPU, there none for models with
     states; 0: none. Drafts change no answer, and are made only where they are faster: docs/speculation.md."""

@@ -130,13 +130,13 @@ async def test_an_empty_prediction_has_no_tokens(stack: Stack) -> None:
     assert details(answer["usage"]) == (0, 0)
 
 
-async def test_a_prediction_has_as_many_tokens_as_a_prompt_at_most(stack: Stack) -> None:
-    assert (await stack.ask(CHAT, asking(stack, "Hi", prediction=content("x" * 150)))).status == 200
-    for characters in (151, 100_000):
+async def test_a_prediction_has_as_many_tokens_as_a_sequence_at_most(stack: Stack) -> None:
+    assert (await stack.ask(CHAT, asking(stack, "Hi", prediction=content("x" * 250)))).status == 200
+    for characters in (251, 100_000):
         reply = await stack.ask(CHAT, asking(stack, "Hi", prediction=content("x " * (characters // 2) + "x")))
         assert reply.status == 400
         assert reply.body["error"]["param"] == "prediction"
-        assert "`prediction` must have at most 150 tokens. Given: at least" in reply.body["error"]["message"]
+        assert "`prediction` must have at most 250 tokens. Given: at least" in reply.body["error"]["message"]
 
 
 async def test_a_prediction_has_tokens_of_the_model_only(stack: Stack) -> None:
@@ -145,3 +145,9 @@ async def test_a_prediction_has_tokens_of_the_model_only(stack: Stack) -> None:
     assert reply.status == 400
     assert reply.body["error"]["param"] == "prediction"
     assert reply.body["error"]["message"].endswith(f"`prediction` has a token id that is not one of {UNKNOWN}")
+
+
+async def test_a_prompt_has_tokens_of_the_model_only(stack: Stack) -> None:
+    reply = await stack.ask("/generate", {"inputs": "xab"})
+    assert reply.status == 422
+    assert reply.body["error"].endswith(f"`inputs` has a token id that is not one of {UNKNOWN}")

@@ -215,10 +215,10 @@ class RequestPreparer:
         return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=known))
 
     async def _prediction(self, text: str, qos: QualityOfService) -> Sequence[TokenId]:
-        """Return the tokens of a prediction, which has as many as a prompt at most. Raises InvalidRequest."""
+        """Return the tokens of a prediction, which has as many as a sequence at most. Raises InvalidRequest."""
 
         def check(count: int) -> None:
-            if count > (most := self.limits.max_input_tokens):
+            if count > (most := self.limits.max_total_tokens):
                 raise InvalidRequest(f"`prediction` must have at most {most} tokens. Given: at least {count}")
 
         with about("prediction"):
@@ -226,7 +226,7 @@ class RequestPreparer:
                 text, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt, check=check
             )
             check(len(ids))
-            check_token_ids("prediction", ids, self.limits)  # a tokenizer may have tokens that the model has not
+            check_token_ids("prediction", ids, self.limits)
         return ids
 
     async def _encode(self, text: str, options: GenerationOptions, qos: QualityOfService) -> Sequence[TokenId]:
@@ -241,6 +241,9 @@ class RequestPreparer:
                 check_total(count, options, self.limits, given=f"at least {count}")
 
         special = options.add_special_tokens
-        return await self.tokenizer.encode_ids(
+        ids = await self.tokenizer.encode_ids(
             text, add_special_tokens=special, tenant=qos.tenant, salt=qos.salt, check=check
         )
+        if self.tokenizer.vocabulary > self.limits.vocab_size:  # it has tokens that the model has not
+            check_token_ids("inputs", ids, self.limits)
+        return ids
