@@ -71,7 +71,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class GenerationTimes:
-    """Times of a request in seconds of the monotonic clock; 0 if not reached."""
+    """Times of a request in seconds of the monotonic clock, 0 if not reached, and counts of its tokens."""
 
     queued: float = 0.0
     scheduled: float = 0.0

@@ -10,7 +10,7 @@ import pytest
 from text_generation_proto.values import MTP, Stopping
 from text_generation_shard.engine import Drafting, NewSequence, StepResult
 from text_generation_shard.step.drafts import drafter as drafter_module
-from text_generation_shard.step.drafts.drafter import FORGET_STEPS, MANY, PAUSE, QUIET_STEPS, Drafter, drafting_of
+from text_generation_shard.step.drafts.drafter import MANY, PAUSE, QUIET_STEPS, RETRY_STEPS, Drafter, drafting_of
 from text_generation_shard.step.drafts.synthetic import probability_of
 from text_generation_shard.step.sequence import Draft, SamplerOutput, Sequence, StepRow, StepRows, take_tokens
 
@@ -97,7 +97,7 @@ def test_predictions_are_asked_for_where_they_pay_and_nothing_is_found() -> None
     assert it.drafts([other]) == {}
     predictor.has_prompts = True
     assert not it.pay_after([other], prompts=True)
-    for _ in range(FORGET_STEPS - 1):
+    for _ in range(RETRY_STEPS - 1):
         assert it.drafts([other]) == {}
     assert len(predictor.asked) == 1
     assert it.pay_after([other], prompts=True)

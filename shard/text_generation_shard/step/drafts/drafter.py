@@ -21,10 +21,10 @@ PAUSE = 4
 
 PREDICTED_MATCH = 9
 """The length of a match as likely right as predicted tokens, until some were verified."""
-PROMPT_GAIN = 1.2
+PROMPT_SPEEDUP = 1.2
 """Least factor of tokens per second with which predicted tokens pay for the prompts, whose answers have unknown lengths: with 64
 sequences of an 8B model on an H200, 128 tokens after 512 gained what the 512 cost at 1.24."""
-FORGET_STEPS = 512
+RETRY_STEPS = 512
 """Steps without predicted tokens after which they are tried again."""
 
 
@@ -128,7 +128,7 @@ class Drafter:
             if wanted and not prompts:
                 self._passes.add(rows, self._predicting_s / max(wanted.values()))
         self._unpredicted = 0 if wanted else self._unpredicted + 1
-        if self._unpredicted >= FORGET_STEPS:
+        if self._unpredicted >= RETRY_STEPS:
             self._acceptance.forget(self._predicted)
             self._unpredicted = 0
 
@@ -148,7 +148,7 @@ class Drafter:
             return False
         rows = max(rows, 1)
         gains = self._acceptance.gains(self._predicted, PREDICTED_MATCH, self.most)
-        return self._lengths.gain(rows, gains, self._passes.expected(rows) or 0.0) >= PROMPT_GAIN
+        return self._lengths.speedup(rows, gains, self._passes.expected(rows) or 0.0) >= PROMPT_SPEEDUP
 
     def _candidates(
         self, sequences: Sequences[Sequence], lead: int

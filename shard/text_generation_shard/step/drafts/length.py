@@ -181,7 +181,7 @@ class DraftLengths:
             for tokens in range(rows + 1, min(rows * (1 + most), self.max_tokens) + 1, max(1, rows // 4))
         )
 
-    def gain(self, rows: int, gains: Sequence[float], pass_s: float) -> float:
+    def speedup(self, rows: int, gains: Sequence[float], pass_s: float) -> float:
         """Return the factor of tokens per second by drafts of all rows with these gains, whose tokens take `pass_s` each; inf if unknown."""
         if (plain := self.plain.expected(rows)) is None:
             return math.inf

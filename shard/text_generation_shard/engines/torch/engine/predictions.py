@@ -1,4 +1,4 @@
-"""Drafts by the layer of a checkpoint that predicts the token after the next one.
+"""Drafts by the layer of a checkpoint, or of an EAGLE draft model, that predicts the token after the next one.
 
 The layer has keys and values of its own, in the blocks of the sequences. For a position they follow from the output of the model there
 and from the next token, so they are computed once that is known: for all positions of the last step, before the next one. The
