@@ -57,7 +57,9 @@ async def code(channel: grpc.aio.Channel, method: str, request: bytes, token: st
     return await call.code()
 
 
-@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix socket"])
+@pytest.mark.parametrize(
+    "tcp", [pytest.param(True, id="tcp"), pytest.param(False, id="unix socket", marks=pytest.mark.full)]
+)
 async def test_no_service_answers_without_the_token(tmp_path: Path, *, tcp: bool) -> None:
     address = free_address() if tcp else f"unix://{tmp_path}/s"
     async with (

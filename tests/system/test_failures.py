@@ -80,6 +80,7 @@ async def test_killed_replicas_are_restarted_while_the_router_serves(
         assert again in ([0, 1], [0, 1, 1]), "the last one may serve again before the router has stopped"
 
 
+@pytest.mark.full
 async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(
     echo_model: Path, session: aiohttp.ClientSession
 ) -> None:

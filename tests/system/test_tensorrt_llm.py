@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from full_grid import full
 from lora_folder import an_adapter
 from stack import Stack, running, still_running
 from standin import VERSIONS, python_path, read_log
@@ -61,7 +62,7 @@ class Server:
         return dict(request)
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=[*map(full, VERSIONS[:-1]), VERSIONS[-1]])
 def server(
     request: pytest.FixtureRequest, echo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -146,6 +146,7 @@ def test_all_reduce_adds_in_rank_order_with_the_same_bits_on_all_ranks(results: 
         check(results, f"edge {edge}", [total(turn, BLOCK) for turn in range(EDGE_TURNS)])
 
 
+@pytest.mark.full
 def test_all_gather_concatenates_and_leaves_the_padding_alone(results: list[Results]) -> None:
     expected = [
         torch.cat([*draws(turn, rows, columns), torch.full((rows, 3), -1.0)], dim=1)

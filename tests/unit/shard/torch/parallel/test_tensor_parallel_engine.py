@@ -163,7 +163,7 @@ def test_a_divided_model_predicts_the_same_tokens(family: str, tmp_path: Path) -
         assert list(found) == layer.drafts(tokens, len(found))[0]
 
 
-@pytest.mark.parametrize("family", map(full, ("qwen3_vl", "gemma3", "qwen3_5")))
+@pytest.mark.parametrize("family", [*map(full, ("qwen3_vl", "gemma3", "qwen3_5"))])
 def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
     """Rank 0 encodes them. The positions of several axes, additions after layers and attention in images are of all ranks.
 
