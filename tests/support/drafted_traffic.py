@@ -133,10 +133,18 @@ class Traffic:
         return [[*prompt, *self.tokens(index)] for index, prompt in enumerate(self.prompts)]
 
     def check_equal(self, other: Traffic, tolerance: float) -> None:
-        """Raise AssertionError unless the other one was served the same."""
+        """Raise AssertionError unless the other one was served the same.
+
+        Rounding may decide a draw whose two first tokens arrive at one time, and, in one text of a traffic, which tokens are cut off:
+        the mass of those before may reach `top_p` or `typical_p` within 1e-8.
+        """
+        cut = 0
         for index, (mine, its) in enumerate(zip(self.served, other.served, strict=True)):
             if self.tokens(index) != other.tokens(index):
-                assert self._raced(index, other), self.requests[index]
+                if not self._raced(index, other):
+                    cut += 1
+                    assert self.requests[index]["sampling"].cuts, self.requests[index]  # type: ignore[attr-defined]
+                    assert cut == 1, self.requests[index]
                 continue
             assert mine[-1].finish == its[-1].finish
             failures = [
