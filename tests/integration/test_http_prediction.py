@@ -151,3 +151,9 @@ async def test_a_prompt_has_tokens_of_the_model_only(stack: Stack) -> None:
     reply = await stack.ask("/generate", {"inputs": "xab"})
     assert reply.status == 422
     assert reply.body["error"].endswith(f"`inputs` has a token id that is not one of {UNKNOWN}")
+
+
+async def test_bad_words_have_tokens_of_the_model_only(stack: Stack) -> None:
+    reply = await stack.ask(CHAT, asking(stack, "Hi", bad_words=["ab"]))
+    assert reply.status == 400
+    assert reply.body["error"]["message"].endswith(f"`bad_words` has a token id that is not one of {UNKNOWN}")

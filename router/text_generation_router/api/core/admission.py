@@ -212,6 +212,7 @@ class RequestPreparer:
             raise InvalidRequest(
                 f"`bad_words` supports up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens in all"
             )
+        self._check_encoded("bad_words", [token for word in known for token in word])
         return replace(options, bad_words=(), sampling=replace(options.sampling, bad_words=known))
 
     async def _prediction(self, text: str, qos: QualityOfService) -> Sequence[TokenId]:
@@ -226,7 +227,7 @@ class RequestPreparer:
                 text, add_special_tokens=False, tenant=qos.tenant, salt=qos.salt, check=check
             )
             check(len(ids))
-            check_token_ids("prediction", ids, self.limits)
+            self._check_encoded("prediction", ids)
         return ids
 
     async def _encode(self, text: str, options: GenerationOptions, qos: QualityOfService) -> Sequence[TokenId]:
@@ -244,6 +245,10 @@ class RequestPreparer:
         ids = await self.tokenizer.encode_ids(
             text, add_special_tokens=special, tenant=qos.tenant, salt=qos.salt, check=check
         )
-        if self.tokenizer.vocabulary > self.limits.vocab_size:  # it has tokens that the model has not
-            check_token_ids("inputs", ids, self.limits)
+        self._check_encoded("inputs", ids)
         return ids
+
+    def _check_encoded(self, name: str, ids: Sequence[TokenId]) -> None:
+        """Raise InvalidRequest if one of the tokens of a text is none of the model: a tokenizer may have more."""
+        if self.tokenizer.vocabulary > self.limits.vocab_size:
+            check_token_ids(name, ids, self.limits)
