@@ -17,7 +17,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 
 FAST = ("mistral3", "qwen3_vl", "smolvlm")
-"""Rows, squares, tiles, and a text that stands for an image."""
+"""Rows, squares and tiles."""
 NEW_TOKENS = 5
 AROUND = ("<start_of_image>", "<end_of_image>", "<|begin_of_image|>", "<|end_of_image|>", "<|image>", "<image|>")
 MARKS = (*AROUND, "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>", "<img>", "</img>")

@@ -163,7 +163,8 @@ def test_a_divided_model_predicts_the_same_tokens(family: str, tmp_path: Path) -
         assert list(found) == layer.drafts(tokens, len(found))[0]
 
 
-@pytest.mark.parametrize("family", [*map(full, ("qwen3_vl", "gemma3", "qwen3_5"))])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "qwen3_5"])
 def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
     """Rank 0 encodes them. The positions of several axes, additions after layers and attention in images are of all ranks.
 
@@ -227,9 +228,9 @@ def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
         assert engine.info.adapters == ("adapter-1", "adapter-0")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "family",
-    [*map(full, ("olmo2", "llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "llama4_text", "phi", "phi3", "olmoe"))],
+    "family", ["olmo2", "llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "llama4_text", "phi", "phi3", "olmoe"]
 )
 def test_a_divided_model_of_transformers_gives_the_same_results(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
