@@ -11,9 +11,11 @@ order of our own kernel for a few rows, which is fused with the operations next 
 
 import functools
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,8 @@ GEMM_TYPE = "grouped_contiguous"
 GROUPED = json.dumps({"gemm_type": GEMM_TYPE})
 MAX_EXPERT_ROWS = 1 << 16
 """The most rows of experts for which humming chooses a tiling of its own."""
+_compilers = ThreadPoolExecutor(thread_name_prefix="humming")
+"""One thread for each product that is compiled; humming has threads of its own for its tilings."""
 
 
 @functools.cache
@@ -110,7 +114,6 @@ class HummingLinear:
         self.bias: Tensor | None = self._layer.bias.data if bias else None
         self._dense: Tensor | None = None
         self.matvec_weight: PackedWeight | None = None
-        self._tilings: str | None = None
 
     def named_parameters(self) -> dict[str, ParameterShard]:
         parts = packed_parameters(self.projections, self._weights, packed_tensors(self._layer))
@@ -132,8 +135,7 @@ class HummingLinear:
             self.matvec_weight = matvec_copy(self._weights, self.weight, scales, zeros)
         layer.transform()
         self.weight = layer.weight.data
-        if torch.cuda.get_device_capability(self.weight.device) == HOPPER:
-            self._tilings = tilings(layer.humming_config, self._bits)
+        self._tilings = tilings(layer.humming_config, self._bits)
 
     def pack(self) -> None:
         """Nothing to reorder: a CPU has no such layers."""
@@ -153,25 +155,53 @@ class HummingLinear:
         from humming.layer import HummingLayerMethod
 
         if options is None and tiling is None:
-            tiling = self._tilings
+            tiling = self._tilings.of(x.shape[0])
         y: Tensor = HummingLayerMethod.forward_layer(
             self._layer, x, outputs=out, compute_config=options, tuning_config=tiling
         )
         return y
 
 
-@functools.cache
-def tilings(config: "LayerConfig", bits: int) -> str:
-    """Return humming's tilings by the number of rows, with better ones where they were measured.
+class Tilings:
+    """The tilings of a product by its number of rows, which are compiled in other threads until one is needed.
 
-    All kernels are launched with programmatic dependent launch: see kernels/pdl.py.
+    humming compiles a list of tilings in threads, and fails sometimes if one is listed more than once: each is compiled once here,
+    and a call names the one it needs.
+    """
+
+    def __init__(
+        self, config: "LayerConfig", options: str | None, found: Iterable[tuple[int, int, dict[str, Any]]]
+    ) -> None:
+        """`found`: pairs of rows that a tiling is for, more than the first and up to the second."""
+        from humming.kernel import HummingKernel
+
+        self._ends, self._tilings = [], []
+        for _, last, tiling in found:
+            self._ends.append(last)
+            self._tilings.append(json.dumps(tiling))
+        each = ", ".join(f"[0, 1, {tiling}]" for tiling in dict.fromkeys(self._tilings))
+        device = torch.cuda.current_device()
+        self._compiled = _compilers.submit(HummingKernel.prepare_kernels, config.to_str(), options, f"[{each}]", device)
+
+    def of(self, rows: int) -> str:
+        self._compiled.result()
+        return self._tilings[bisect_left(self._ends, rows)]
+
+
+@functools.cache
+def tilings(config: "LayerConfig", bits: int) -> Tilings:
+    """Compile humming's tilings of a product, on Hopper GPUs with better ones where they were measured.
+
+    All kernels are launched with programmatic dependent launch there: see kernels/pdl.py.
     """
     from humming.tune import get_heuristics_config
 
+    is_hopper = torch.cuda.get_device_capability() == HOPPER
     found = []
     for first, last, own in get_heuristics_config(config):
-        tiling = own
-        if bits == 4 and FEW_ROWS[0] < last <= FEW_ROWS[1] and config.shape_n % 256 == 0 and config.shape_k % 64 == 0:
+        tiling = own | {"use_pdl": True} if is_hopper else own
+        is_few = is_hopper and bits == 4 and FEW_ROWS[0] < last <= FEW_ROWS[1]
+        if is_few and config.shape_n % 256 == 0 and config.shape_k % 64 == 0:
             is_wide = config.shape_n >= WIDE_OUTPUTS
             tiling = {
                 "mma_type": "wgmma",
@@ -181,9 +211,10 @@ def tilings(config: "LayerConfig", bits: int) -> str:
                 "num_ctas_per_sm": 2,
                 "use_warp_spec": True,
                 "use_tma": True,
+                "use_pdl": True,
             }
-        found.append((first, last, tiling | {"use_pdl": True}))
-    return json.dumps(found)
+        found.append((first, last, tiling))
+    return Tilings(config, None, found)
 
 
 def has_matvec_copy(projections: Sequence[Projection], device: torch.device) -> bool:
@@ -222,7 +253,6 @@ class HummingExperts:
         from humming.layer import HummingLayer
 
         self._experts, self._weights = experts, weights
-        self._tilings = ""
         self.matvec_weight: PackedWeight | None = None
         self.panels: ExpertPanels | None = None
         with torch.device(device):
@@ -264,15 +294,16 @@ class HummingExperts:
         """Return y [rows, outputs] for x [rows, inputs]; `offsets`, int32 [experts + 1], has the first row of each expert."""
         from humming.layer import HummingLayerMethod
 
+        tiling = self._tilings.of(x.shape[0])
         y: Tensor = HummingLayerMethod.forward_layer(
-            self._layer, x, expert_layout=offsets, compute_config=GROUPED, tuning_config=self._tilings
+            self._layer, x, expert_layout=offsets, compute_config=GROUPED, tuning_config=tiling
         )
         return y
 
 
 @functools.cache
-def expert_tilings(config: "LayerConfig") -> str:
-    """Return humming's tilings for powers of two of rows: each is compiled, and to find all that it knows takes minutes."""
+def expert_tilings(config: "LayerConfig") -> Tilings:
+    """Compile humming's tilings for powers of two of rows: to find all that it knows takes minutes."""
     from humming.tune import get_heuristics_config
 
     ends = [1 << exponent for exponent in range(MAX_EXPERT_ROWS.bit_length())]
@@ -284,4 +315,4 @@ def expert_tilings(config: "LayerConfig") -> str:
         )
         for end in ends
     ]
-    return json.dumps(found)
+    return Tilings(config, GROUPED, found)
