@@ -18,7 +18,8 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.weights.load import fill_dummy, load_weights
-from text_generation_shard.engines.torch.weights.parameter import ParameterShard
+from text_generation_shard.engines.torch.weights.parameter import PackedSource, ParameterShard
+from text_generation_shard.engines.torch.weights.quantization.formats.integers import unpacked
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.arange(3.0), "not.wanted": torch.ones(1)}
 FILE = "model.safetensors"
@@ -164,3 +165,17 @@ def test_dummy_weights_are_the_same_every_time_and_in_shards() -> None:
     shard = torch.empty(3, 2)
     fill_dummy({"x.weight": ParameterShard(shard, (40, 40), (4, 1))})
     assert torch.equal(shard, first["x.weight"][4:7, 1:3])
+
+
+def test_dummy_codes_times_their_scale_have_the_size_of_dense_weights() -> None:
+    source = PackedSource("x.weight", (64, 512), lambda tensors, rows: tensors["weight"][rows], spread=4.76)
+    words, scales = torch.empty(64, 64, dtype=torch.int32), torch.empty(64, 4)
+    fill_dummy(
+        {
+            "x.weight": ParameterShard(words, (64, 64), (0, 0), packed=source),
+            "x.weight_scale": ParameterShard(scales, (64, 4), (0, 0), packed=source),
+        }
+    )
+    weights = (unpacked(words, 4, 1).float() - 8) * scales.repeat_interleave(128, 1)
+    assert weights.std() == pytest.approx(0.02, rel=0.05)
+    assert abs(weights.mean()) < 0.003

@@ -66,16 +66,16 @@ def fill_dummy(parameters: NamedParameters) -> None:
     for key, parameter in parameters.items():
         part = part_of(parameter)
         name = part.name or key
-        device = part.tensor.device
+        device, spread = part.tensor.device, part.packed and part.packed.spread
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         if name.endswith(ONES):
             part.tensor.fill_(1.0)
         elif name.endswith(("weight_scale", "input_scale")):
-            part.tensor.fill_(DUMMY_STD)
+            part.tensor.fill_(DUMMY_STD / (spread or 1.0))
         elif part.tensor.dtype == torch.int32:
             codes = torch.randint(-(1 << 31), 1 << 31, part.shape, generator=generator, device=device)
             # Without this bit no byte is NaN in float8_e4m3fn.
-            part.tensor.copy_(part.select(codes & ~0x40404040))
+            part.tensor.copy_(part.select(codes if spread else codes & ~0x40404040))
         else:
             # FP8 weights are left to their scale: 0.02 is close to the smallest number that FP8 holds at full precision.
             std = 1.0 if part.tensor.dtype == FP8 else DUMMY_STD

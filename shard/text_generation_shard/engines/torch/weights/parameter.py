@@ -14,6 +14,8 @@ class PackedSource:
     shape: tuple[int, ...]
     read: Callable[[Mapping[str, Tensor], slice], Tensor]
     """Returns rows of the parameter (rows of the whole, not of this rank) from the tensors that stand for the weight."""
+    spread: float | None = None
+    """Standard deviation of random codes without their scale; None: of FP8, in which some codes are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,17 @@ def packed_parameters(
                 (projection.outputs.total // per_row, inputs.total // per_column),
                 (projection.outputs.start // per_row, inputs.start // per_column),
                 own,
-                PackedSource(name, shape, partial(_read, _READERS[kind], weights, columns, stacked)),
+                PackedSource(name, shape, partial(_read, _READERS[kind], weights, columns, stacked), _spread(weights)),
             )
     return parameters
+
+
+def _spread(weights: WeightFormat) -> float | None:
+    if isinstance(weights, Fp8BlockFormat | Fp8Format):
+        return None
+    bits, _ = packed_bits_and_group(weights)
+    codes = torch.arange(1 << bits).float() if isinstance(weights, GroupedIntegers) else torch.tensor(E2M1)
+    return float(codes.std())
 
 
 def _source(projection: Projection, stacked: tuple[int, int] | None) -> tuple[str, tuple[int, ...]]:
