@@ -102,7 +102,10 @@ def main() -> int:
     """Run the soak test, replay some answers, and report."""
     options = _options()
     arguments = ["--max-batch-total-tokens", str(options.kv_tokens), "--max-total-tokens", str(options.longest)]
-    arguments += ["--max-concurrent-requests", str(2 * options.clients), "--audit-share", "1", "--audit-busy", "1"]
+    # The queue may hold what all clients ask for: this is no test of its limits.
+    arguments += ["--max-concurrent-requests", str(2 * options.clients)]
+    arguments += ["--max-queued-tokens", str(2 * options.clients * options.longest)]
+    arguments += ["--audit-share", "1", "--audit-busy", "1"]
     arguments += [*shlex.split(options.launcher_args)]
     with tempfile.TemporaryDirectory(prefix="soak-gpu-") as scratch:
         log = Path(scratch, "log")
