@@ -6,18 +6,19 @@ The checksum of a block contains the tag of its store: another block, one of ano
 found as well. A store locks its blocks in the file: where the store of a shard whose router has ended is late, that of another shard
 fails.
 
-A thread makes the loads and another one the stores. On a GPU each has a stream, which waits for the steps launched before. Blocks
-are gathered in a buffer on the device, so that each is one transfer. The router waits for the end of a copy before it uses the blocks
-otherwise, so steps need not.
+A thread makes the loads and another one the stores. Blocks are gathered in a buffer on the device, so that each is one transfer. On a
+GPU each thread has two streams, which wait for the steps launched before: one gathers blocks while the other one transfers. The router
+waits for the end of a copy before it uses the blocks otherwise, so steps need not.
 """
 
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
-from itertools import accumulate, chain, islice
+from functools import partial
+from itertools import accumulate, chain, cycle
 
 import numpy as np
 import torch
@@ -52,11 +53,12 @@ class HostCopies:
             is_load: ThreadPoolExecutor(1, f"host cache {name}")
             for is_load, name in ((True, "loads"), (False, "stores"))
         }
-        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._streams: dict[bool, list[torch.cuda.Stream]] = {True: [], False: []}
         self._ended: deque[CopyEnd] = deque()
         self._groups: list[_Group] = []
         if device.type == "cuda":
-            self._streams = {is_load: torch.cuda.Stream(device) for is_load in (True, False)}  # type: ignore[no-untyped-call]
+            for streams in self._streams.values():
+                streams += torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with phase("pinning the memory of the host cache"):
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 error = runtime.cudaHostRegister(self._memory.ctypes.data, size, 0)
@@ -83,10 +85,10 @@ class HostCopies:
 
     def begin(self, copy: Copy, on_end: Callable[[], None]) -> None:
         """Begin a copy after the work launched so far. `on_end` is called on a thread."""
-        ready = torch.cuda.Event() if self._streams else None  # type: ignore[no-untyped-call]
-        if ready is not None:
-            ready.record()
-        self._threads[copy.is_load].submit(self._copy, copy, ready, on_end)
+        launched = torch.cuda.Event() if self._streams[copy.is_load] else None  # type: ignore[no-untyped-call]
+        if launched is not None:
+            launched.record()
+        self._threads[copy.is_load].submit(self._copy, copy, launched, on_end)
 
     def take_ended(self) -> list[CopyEnd]:
         """Return the copies that have ended since the last call."""
@@ -103,18 +105,17 @@ class HostCopies:
         self.wait()
         for thread in self._threads.values():
             thread.shutdown()
-        if self._streams:
+        if self._device.type == "cuda":
             torch.cuda.cudart().cudaHostUnregister(self._memory.ctypes.data)  # type: ignore[no-untyped-call]
 
-    def _copy(self, copy: Copy, ready: torch.cuda.Event | None, on_end: Callable[[], None]) -> None:
+    def _copy(self, copy: Copy, launched: torch.cuda.Event | None, on_end: Callable[[], None]) -> None:
         failed: Iterable[int] = range(copy.num_blocks)
         try:
             self._check(copy)
-            stream = self._streams.get(copy.is_load)
-            locked = nullcontext() if copy.is_load else self._locked(copy)
-            with locked, torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                if stream is not None and ready is not None:
-                    stream.wait_event(ready)
+            with nullcontext() if copy.is_load else self._locked(copy), torch.inference_mode():
+                if launched is not None:
+                    for stream in self._streams[copy.is_load]:
+                        stream.wait_event(launched)
                 groups = zip(self._groups, copy.groups, strict=False)
                 good = [self._good(group, blocks, is_load=copy.is_load) for group, blocks in groups]
                 failed = [index for index, each in enumerate(chain.from_iterable(good)) if not each]
@@ -150,10 +151,22 @@ class HostCopies:
 
     def _good(self, group: "_Group", blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
-        chunks = _chunks(blocks, max(1, CHUNK_BYTES // max(1, group.rows.shape[1])))
-        sums = [(group.load if is_load else group.store)(*chunk, self._device) for chunk in chunks]
-        # Waits for the transfers, too. A shard whose router ended may have written the rows of a load until then.
-        found: list[int] = torch.cat(sums).tolist() if sums else []
+        streams = self._streams[is_load]
+        contexts: list[Callable[[], AbstractContextManager[None]]]
+        contexts = [partial(torch.cuda.stream, stream) for stream in streams] or [nullcontext]
+        copy, step = group.load if is_load else group.store, max(1, CHUNK_BYTES // max(1, group.rows.shape[1]))
+        chunks = [slice(first, first + step) for first in range(0, len(blocks.host), step)]
+        sums: list[Tensor] = []
+        with contexts[0]():
+            # Waits for the transfer of the numbers, so that either stream may read them.
+            device, tags = (torch.tensor(column, device=self._device) for column in (blocks.device, blocks.tags))
+            for chunk, context in zip(chunks, cycle(contexts), strict=False):
+                with context():
+                    sums.append(copy(device[chunk], blocks.host[chunk], tags[chunk]))
+            for stream in streams[1:]:
+                streams[0].wait_stream(stream)
+            # Waits for the transfers, too. A shard whose router ended may have written the rows of a load until then.
+            found: list[int] = torch.cat(sums).tolist() if sums else []
         good = []
         for block, each in zip(blocks.host, found, strict=True):
             if not is_load:
@@ -178,36 +191,29 @@ class _Group:
         places = torch.arange(self._width + 1, device=words[0].device if words else None)
         self._factors = (2 * places + 1) * FACTOR
 
-    def store(self, device: Sequence[int], host: Sequence[int], tags: Sequence[int], place: torch.device) -> Tensor:
+    def store(self, device: Tensor, host: Sequence[int], tags: Tensor) -> Tensor:
         """Launch copies of blocks from the device to the host; return their checksums."""
-        buffer, index = self._buffer(device, place)
+        buffer = self._buffer(device)
         for part, start, end in self._parts:
-            torch.index_select(part, 0, index, out=buffer[:, start:end])
+            torch.index_select(part, 0, device, out=buffer[:, start:end])
         for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             self._host[block].copy_(row, non_blocking=True)
         return self._checksums(buffer, tags)
 
-    def load(self, device: Sequence[int], host: Sequence[int], tags: Sequence[int], place: torch.device) -> Tensor:
+    def load(self, device: Tensor, host: Sequence[int], tags: Tensor) -> Tensor:
         """Launch copies of blocks from the host to the device; return their checksums."""
-        buffer, index = self._buffer(device, place)
+        buffer = self._buffer(device)
         for row, block in zip(buffer.view(torch.uint8), host, strict=True):
             row.copy_(self._host[block], non_blocking=True)
         for part, start, end in self._parts:
-            part.index_copy_(0, index, buffer[:, start:end])
+            part.index_copy_(0, device, buffer[:, start:end])
         return self._checksums(buffer, tags)
 
-    def _checksums(self, buffer: Tensor, tags: Sequence[int]) -> Tensor:
+    def _checksums(self, buffer: Tensor, tags: Tensor) -> Tensor:
         """Return Σ word · (2 · place + 1) · FACTOR over the words of each row and its tag, of 64 bits, folded: int32 [rows]."""
         sums = (buffer * self._factors[1:]).sum(1, dtype=torch.int64)
-        sums += torch.tensor(tags, device=buffer.device) * self._factors[0]
+        sums += tags * self._factors[0]
         return (sums >> 32).to(torch.int32)
 
-    def _buffer(self, blocks: Sequence[int], place: torch.device) -> tuple[Tensor, Tensor]:
-        buffer = torch.empty(len(blocks), self._width, dtype=self._dtype, device=place)
-        return buffer, torch.tensor(blocks, device=place)
-
-
-def _chunks(blocks: CopiedBlocks, size: int) -> Iterator[CopiedBlocks]:
-    columns = [iter(column) for column in blocks]
-    while (chunk := CopiedBlocks(*(tuple(islice(column, size)) for column in columns))).host:
-        yield chunk
+    def _buffer(self, blocks: Tensor) -> Tensor:
+        return torch.empty(len(blocks), self._width, dtype=self._dtype, device=blocks.device)
