@@ -50,23 +50,48 @@ async def test_requests_of_a_server_are_audited(echo_model: Path, workers: str) 
                 assert (await response.json())["isolated"] == []
 
 
+def a_record(tokens: tuple[int, ...]) -> bytes:
+    served = Served(Request(RequestId(3), (5, 6, 7), 4))
+    served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
+    info = pb.InfoResponse(engine="echo", max_sequence_length=100)
+    return record_of(served, Judgement(Verdict.DIFFERENT), pb.TokenScores(logprobs=[-0.5] * 4), info, "none")
+
+
+def replayed(folder: Path, record: bytes) -> subprocess.CompletedProcess[str]:
+    path = folder / "record.json"
+    path.write_bytes(record)
+    arguments = ("--model-id", folder, "--engine", "echo")
+    return subprocess.run([*REPLAY, path, *arguments], capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("tokens", "verdict"),
     [pytest.param((5, 6, 7, 5), "same", marks=pytest.mark.full), ((5, 6, 9, 5), "different")],
 )
 def test_the_launcher_replays_a_record(tmp_path: Path, tokens: tuple[int, ...], verdict: str) -> None:
-    served = Served(Request(RequestId(3), (5, 6, 7), 4))
-    served.tokens, served.logprobs = array("I", tokens), array("f", [-0.5] * 4)
-    info = pb.InfoResponse(engine="echo", max_sequence_length=100)
-    scores = pb.TokenScores(logprobs=[-0.5] * 4)
-    record = tmp_path / "record.json"
-    record.write_bytes(record_of(served, Judgement(Verdict.DIFFERENT), scores, info, "none"))
-    command = [*REPLAY, record, "--model-id", tmp_path, "--engine", "echo"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = replayed(tmp_path, a_record(tokens))
     found = json.loads(done.stdout)
     assert (found["verdict"], done.returncode) == (verdict, 0 if verdict == "same" else 1), done.stderr
     if verdict == "different":
         assert (found["position"], found["served"], found["drawn"]) == (2, 9, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"stopping": {}}, "max_new_tokens must be at least 1"),
+        pytest.param({"prompt_of": 1}, "prompt_of 1 is not that of an earlier placement", marks=pytest.mark.full),
+    ],
+)
+def test_the_shard_refuses_a_changed_record_in_one_line(
+    tmp_path: Path, change: dict[str, object], problem: str
+) -> None:
+    record = json.loads(a_record((5, 6, 7, 5)))
+    done = replayed(tmp_path, json.dumps(record | {"order": record["order"] | change}).encode())
+    assert (done.returncode, done.stdout) == (1, "")
+    (told,) = (line for line in done.stderr.splitlines() if "cannot replay" in line)
+    assert problem in told
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
