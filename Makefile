@@ -91,7 +91,7 @@ OLDEST := .cache/oldest
 OLDEST_EXTRAS := torch,transformers,otlp,benchmark,dev
 
 .PHONY: test-oldest
-test-oldest: model uv ## Run the tests on Python 3.11 with the oldest versions that pyproject.toml allows
+test-oldest: model node-packages uv ## Run the tests on Python 3.11 with the oldest versions that pyproject.toml allows
 	@mkdir -p $(OLDEST)
 	$(PY) scripts/oldest_versions.py $(UV) $(OLDEST_EXTRAS) > $(OLDEST)/constraints.txt
 	@test -x $(OLDEST)/bin/pip || for p in python3.11 ~/.pyenv/versions/3.11.*/bin/python3.11; do \
