@@ -160,11 +160,13 @@ class HostCopies:
         with contexts[0]():
             # Waits for the transfer of the numbers, so that either stream may read them.
             device, tags = (torch.tensor(column, device=self._device) for column in (blocks.device, blocks.tags))
-            for chunk, context in zip(chunks, cycle(contexts), strict=False):
-                with context():
-                    sums.append(copy(device[chunk], blocks.host[chunk], tags[chunk]))
-            for stream in streams[1:]:
-                streams[0].wait_stream(stream)
+            try:
+                for chunk, context in zip(chunks, cycle(contexts), strict=False):
+                    with context():
+                        sums.append(copy(device[chunk], blocks.host[chunk], tags[chunk]))
+            finally:  # after an error too: the memory of the numbers is reused in the first stream
+                for stream in streams[1:]:
+                    streams[0].wait_stream(stream)
             # Waits for the transfers, too. A shard whose router ended may have written the rows of a load until then.
             found: list[int] = torch.cat(sums).tolist() if sums else []
         good = []
