@@ -66,6 +66,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded(demo_model: Path, tmp_path
         again = await load(stack, "sql", "sql")
         assert again.status == 400
         assert again.body["error"]["message"].endswith("The lora adapter 'sql' has already been loaded.")
+        assert again.body["error"]["param"] == "lora_name"
         reply = await unload(stack, "sql")
         assert (reply.status, reply.body) == (200, "Success: LoRA adapter 'sql' removed successfully.")
         assert (await stack.ask("/generate", {"inputs": "a", "parameters": {"adapter_id": "sql"}})).status == 404

@@ -537,19 +537,23 @@ class Refusal(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    PARAM_FIELD_NUMBER: builtins.int
     error: builtins.str
     """name of its class"""
     text: builtins.str
     retry_after_s: builtins.float
+    param: builtins.str
+    """the field of the request that is wrong; empty: none"""
     def __init__(
         self,
         *,
         error: builtins.str = ...,
         text: builtins.str = ...,
         retry_after_s: builtins.float | None = ...,
+        param: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "error", b"error", "retry_after_s", b"retry_after_s", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "error", b"error", "param", b"param", "retry_after_s", b"retry_after_s", "text", b"text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
 
 Global___Refusal: typing_extensions.TypeAlias = Refusal

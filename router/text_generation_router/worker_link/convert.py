@@ -141,13 +141,17 @@ def progress_from_pb(message: pb.Submit) -> RequestProgress | None:
 
 def refusal_to_pb(error: ServingError) -> pb.Refusal:
     return pb.Refusal(
-        error=type(error).__name__, text=str(error).removeprefix(error.prefix), retry_after_s=error.retry_after_s
+        error=type(error).__name__,
+        text=str(error).removeprefix(error.prefix),
+        retry_after_s=error.retry_after_s,
+        param=error.param or "",
     )
 
 
 def refusal_from_pb(message: pb.Refusal) -> ServingError:
     error = _ERRORS.get(message.error, GenerationFailed)
-    return error(message.text, retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None)
+    retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
+    return error(message.text, retry_after_s, param=message.param or None)
 
 
 def info_to_json(info: ClusterInfo) -> bytes:
