@@ -171,4 +171,6 @@ async def _set_adapter(client: ShardClient, name: str, path: str | None) -> Erro
             await client.set_adapter(name, path)
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
+    except grpc.aio.UsageError:
+        return None  # the channel was closed: the replica is lost, and gets its adapters when it joins again
     return None
