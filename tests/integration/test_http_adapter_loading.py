@@ -159,6 +159,16 @@ async def test_folders_elsewhere_and_other_mistakes_are_refused(demo_model: Path
         assert (full.status, "--max-cpu-loras" in full.body["error"]["message"]) == (400, True)
 
 
+async def test_adapters_without_requests_leave_their_room_at_once(demo_model: Path, tmp_path: Path) -> None:
+    async with loading(demo_model, tmp_path, max_cpu_loras=2) as stack:
+        for names in ("ab", "cd", "ab"):
+            for name in names:
+                reply = await load(stack, name, "sql")
+                assert reply.status == 200, reply.body
+            for name in names:
+                assert (await unload(stack, name)).status == 200
+
+
 async def test_the_operator_permits_it_and_calls(demo_model: Path, tmp_path: Path) -> None:
     async with serve(demo_model, lora_adapters="sql") as stack:
         for reply in (await load(stack, "a", "a"), await unload(stack, "sql")):

@@ -95,8 +95,7 @@ class ReplicaAdapters:
 
     async def _load(self, name: str, path: str) -> ServingError | None:
         """Return the error of a load that failed."""
-        if name in self._leaving and not self._is_used(name):
-            await self._drop(name)
+        await self._drop_unused()
         async with self._changing:
             if name in self._leaving:
                 return InvalidRequest(f"The lora adapter '{name}' is being unloaded.", param="lora_name")
@@ -121,11 +120,14 @@ class ReplicaAdapters:
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 await self._look.wait()
-                for name in [each for each in self._leaving if not self._is_used(each)]:
-                    await self._drop(name)
+                await self._drop_unused()
                 await asyncio.sleep(LOOK_S)
                 if not self._leaving:
                     self._look.clear()
+
+    async def _drop_unused(self) -> None:
+        for name in [each for each in self._leaving if not self._is_used(each)]:
+            await self._drop(name)
 
     async def _drop(self, name: str) -> None:
         async with self._changing:
