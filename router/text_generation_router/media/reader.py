@@ -108,9 +108,10 @@ class ImageTokens:
         """Return a prompt with the tokens of its images, each in the place of the one image token of `ids`. Raises InvalidRequest."""
         ids = array("I", ids)
         if (marks := ids.count(self._image_id)) != len(pictures):
+            other = f" nor {self.written!r}" if self._spelled else ""
             raise InvalidRequest(
-                f"the prompt has {marks} places of images for {len(pictures)} images: its text must not have {self._token!r}, "
-                "and the chat template must have a place for each image"
+                f"the prompt has {marks} places of images for {len(pictures)} images: its text must not have {self._token!r}"
+                f"{other}, and the chat template must have a place for each image"
             )
         prompt, media, start = array("I"), [], 0
         for image, size in pictures:

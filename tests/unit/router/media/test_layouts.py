@@ -319,6 +319,10 @@ def test_a_text_with_other_places_than_images_is_refused(
         with pytest.raises(InvalidRequest, match="its text must not have"):
             placed(tokens, library_tokenizer, text, [(9, 9)] * images)
     assert placed(tokens, library_tokenizer, "A", []) == library_tokenizer.encode("A").ids
+    config = {"model_type": "gemma3", "image_token_id": library_tokenizer.token_to_id("<image_soft_token>")}
+    tokens = load(tmp_path, library_tokenizer, config)
+    with pytest.raises(InvalidRequest, match="must not have '<image_soft_token>' nor '<start_of_image>', and"):
+        placed(tokens, library_tokenizer, "<start_of_image>", [])
 
 
 def test_a_model_that_does_not_tell_its_sizes_is_refused(
