@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from text_generation_proto.values import Grammar
@@ -34,13 +36,12 @@ def text_part(text: str) -> Json:
 def join_parts(parts: Sequence[str | Json], between: str = "") -> str | list[Json]:
     """Return a content: one text, or with images among `parts` a list, in which texts that follow each other are joined."""
     joined: list[Json] = []
-    for part in parts:
-        if not isinstance(part, str):
-            joined.append(part)
-        elif joined and joined[-1]["type"] == "text":
-            joined[-1]["text"] += between + part
+    written = (text_part(part) if isinstance(part, str) else part for part in parts)
+    for kind, group in groupby(written, itemgetter("type")):
+        if kind == "text":
+            joined.append(text_part(between.join(part["text"] for part in group)))
         else:
-            joined.append(text_part(part))
+            joined += group
     if all(part["type"] == "text" for part in joined):
         return joined[0]["text"] if joined else ""
     return joined
