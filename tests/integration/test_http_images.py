@@ -19,6 +19,7 @@ from pictures import data_uri, image_model, picture, tokens_of
 from seeing_echo import WITH_IMAGES, echo_with_images
 
 from text_generation_router.media import reader
+from text_generation_router.media.fetch import MAX_URL
 from text_generation_router.request import TenantId
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -114,9 +115,28 @@ async def test_the_case_of_the_head_of_a_data_uri_does_not_count(stack: Stack) -
     scheme, comma, encoded = data_uri(picture(100, 30, compress_level=0)).partition(",")
     url = scheme.upper() + comma + encoded
     tokens = len("[user]What?[answer]") + tokens_of(100, 30)
-    assert len(url) > 2048  # beyond the length of a URL in TGI's form
+    assert len(url) > MAX_URL
     assert await usage(stack, part(url), "What?") == (tokens, 0)
     assert (await usage(stack, f"![]({url})What?"))[0] == tokens
+
+
+async def test_so_many_pictures_are_looked_for_in_the_texts_of_a_request(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAX_MARKS", 2)
+    image = f"![]({data_uri(RED)})"
+    texts = "![](a b", image, image
+    tokens = len(f"![](a b{image}") + IMAGE_TOKENS
+    generated = await stack.generate("".join(texts), details=True, decoder_input_details=True, max_new_tokens=1)
+    assert len(generated["details"]["prefill"]) == tokens
+    messages = [{"role": "user", "content": text} for text in texts]
+    reply = await stack.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert reply.body["usage"]["prompt_tokens"] == tokens + len("[user]" * 3 + "[answer]")
+
+
+async def test_a_long_url_in_a_text_is_one_of_an_image(stack: Stack) -> None:
+    reply = await stack.ask("/generate", {"inputs": f"![](http://a/{'b' * 3000})"})
+    assert (reply.status, "does not fetch images from the host" in reply.body["error"]) == (422, True)
 
 
 async def test_the_same_picture_is_a_hit_and_another_one_at_its_place_is_none(stack: Stack) -> None:

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +24,7 @@ from text_generation_router.chat.conversation import Json, image_part, join_part
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.large_inputs import run_in_thread_if_large
-from text_generation_router.media.fetch import Fetcher, too_large
+from text_generation_router.media.fetch import MAX_URL, Fetcher, too_large
 from text_generation_router.media.headers import SIZE, BadImage, Size
 from text_generation_router.media.layouts import FAMILIES, ImageFamily, ModelFiles
 from text_generation_router.permits import Permits
@@ -32,8 +33,10 @@ from text_generation_router.sandbox.pool import Sandbox, SandboxBroken, SandboxE
 from text_generation_router.text.tokenizer import Tokenizer
 
 MARK = "![]("
-MARKDOWN = re.compile(r"!\[\]\(([^()\s]{1,2048}|(?i:data:image/[a-z+.-]{1,32};base64,)[A-Za-z0-9+/=]+)\)")
-"""TGI's form of an image in a text: a URL or a `data:` URI."""
+MARKDOWN = re.compile(
+    rf"!\[\]\((?:([^()\s]{{1,{MAX_URL}}}|(?i:data:image/[a-z+.-]{{1,32}};base64,)[A-Za-z0-9+/=]+)\))?"
+)
+"""MARK, and the rest of TGI's form of an image in a text, if it follows: a URL or a `data:` URI."""
 
 MAX_BYTES = 20_000_000
 """Bytes of the file of an image."""
@@ -42,7 +45,7 @@ MAX_REQUEST_BYTES = 48_000_000
 MAX_PIXELS = 1 << 25
 """Pixels of an image."""
 MAX_MARKS = 1000
-"""Images in TGI's form that are looked for in a text of a chat."""
+"""MARKs of a request that are looked at. A body has room for millions, and no stream goes on meanwhile."""
 MAX_HELD_BYTES = 1 << 30
 """Bytes of images of all requests. A tenant below its share of them may exceed the limit, up to twice its value."""
 INLINE_CHARACTERS = 1 << 17
@@ -100,7 +103,8 @@ class ImageTokens:
 
     def split(self, text: str) -> tuple[str, list[str]]:
         """Return a text with the model's text for each image in TGI's form, and the sources of these images."""
-        return MARKDOWN.sub(lambda _: self.written, text), MARKDOWN.findall(text)
+        pieces = _divided(text, MAX_MARKS)
+        return self.written.join(pieces[::2]), pieces[1::2]
 
     def place(
         self, ids: Sequence[TokenId], pictures: Sequence[ReadImage]
@@ -169,16 +173,20 @@ class ImageReader:
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
 
-    def divided(self, message: Json) -> Json:
-        """Return a message of a chat. In a user's text, images in TGI's form are parts, but for URLs that are not fetched."""
-        text = message.get("content")
-        if message["role"] != "user" or not isinstance(text, str) or MARK not in text:
-            return message
-        pieces: list[str | Json] = [*MARKDOWN.split(text, MAX_MARKS)]
-        for at, source in enumerate(map(str, pieces[1::2])):
-            is_served = source[:11].lower() == "data:image/" or self._fetcher.allows(source)
-            pieces[2 * at + 1] = image_part(source) if is_served else f"{MARK}{source})"
-        return message | {"content": join_parts([piece for piece in pieces if piece])}
+    def divided(self, messages: Sequence[Json]) -> list[Json]:
+        """Return the messages of a chat. In users' texts, images in TGI's form are parts, but for URLs that are not fetched."""
+        shown, left = list[Json](), MAX_MARKS
+        for message in messages:
+            text = message.get("content")
+            if left > 0 and message["role"] == "user" and isinstance(text, str) and MARK in text:
+                pieces: list[str | Json] = [*_divided(text, left)]
+                for at, source in enumerate(map(str, pieces[1::2])):
+                    is_served = source[:11].lower() == "data:image/" or self._fetcher.allows(source)
+                    pieces[2 * at + 1] = image_part(source) if is_served else f"{MARK}{source})"
+                message = message | {"content": join_parts([piece for piece in pieces if piece])}
+                left -= text.count(MARK)
+            shown.append(message)
+        return shown
 
     async def read(self, sources: Sequence[str], tenant: TenantId, count: int = 1) -> list[ReadImage]:
         """Return the images at these URLs or `data:` URIs, for `count` answers.
@@ -225,6 +233,16 @@ class ImageReader:
         except SandboxError as error:
             raise BadImage(str(error)) from None
         return ReadImage(image, (width, height))
+
+
+def _divided(text: str, most: int) -> list[str]:
+    """Return texts and, between them, the sources of images in TGI's form; after the first `most` MARKs, no more of these."""
+    pieces, end = list[str](), 0
+    for found in islice(MARKDOWN.finditer(text), most):
+        if found[1]:
+            pieces += text[end : found.start()], found[1]
+            end = found.end()
+    return [*pieces, text[end:]]
 
 
 def _decoded(source: str) -> bytes:

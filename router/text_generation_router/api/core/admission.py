@@ -138,7 +138,7 @@ class RequestPreparer:
         Raises InvalidRequest if there are images and the model takes none.
         """
         if self.images is not None:
-            return replace(conversation, messages=[*map(self.images.divided, conversation.messages)])
+            return replace(conversation, messages=self.images.divided(conversation.messages))
         if conversation.images:
             said = "image modality is not supported: this model takes no images"
             raise InvalidRequest(said, code="unsupported_value")
