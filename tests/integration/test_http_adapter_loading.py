@@ -289,7 +289,8 @@ async def test_all_replicas_hold_an_adapter_or_none(tmp_path: Path) -> None:
             await second.cluster.set_adapter("sql", "../sql")
 
 
-async def test_an_adapter_that_is_loaded_has_nothing_on_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_another_router", [False, True])
+async def test_an_adapter_that_is_loaded_has_nothing_on_the_host(tmp_path: Path, by_another_router: bool) -> None:
     modules = str(folder_of(tmp_path / "modules", "sql"))
     async with world(tmp_path) as shards:
         a = await shards.shard("a", lora_modules_dir=modules, host_cache_name="memory", model_path=modules)
@@ -298,6 +299,12 @@ async def test_an_adapter_that_is_loaded_has_nothing_on_the_host(tmp_path: Path)
         router = await shards.cluster(a)
         await router.until({a: "serving"})
         await router.cluster.set_adapter("sql", "sql")
+        if by_another_router:
+            d = await shards.shard("d", lora_modules_dir=modules, model_path=modules)
+            router.set(d)
+            await router.until({d: "serving"})
+            router = await shards.cluster(a)
+            await router.until({a: "serving"})
         figures = router.cluster.scheduler.host_caches
 
         async def loaded(adapter: str) -> int:

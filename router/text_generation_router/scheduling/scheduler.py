@@ -95,7 +95,7 @@ class Scheduler:
         self.host_caches = HostCaches(first_store)
         self.capacity = Capacity()
         self.versions = Counter[str]()
-        """The number of times that each LoRA adapter was loaded or unloaded."""
+        """The number of times that each LoRA adapter was loaded or unloaded; 0: it was there from the start."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
         self.replays = Replays(self.replicas, self.draining)

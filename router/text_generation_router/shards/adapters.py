@@ -61,6 +61,7 @@ class ReplicaAdapters:
             for each in info.info.loaded_adapters:  # another router had them loaded, or this one before its restart
                 if each.name not in self._unloaded:
                     self._paths.setdefault(each.name, each.path)
+                    self.scheduler.versions.setdefault(each.name, 1)
             changes: list[tuple[str, str | None]] = [(name, None) for name in had & self._unloaded]
             changes += [(name, path) for name, path in self._paths.items() if name not in had]
             for change in changes:
