@@ -253,8 +253,6 @@ class ReplicaCopies:
 
     def store(self, sequence: ScheduledSequence, *, moves: bool) -> None:
         """Let the prefix of a sequence be stored. One that `moves` goes on elsewhere then: at once if the host has all of it."""
-        if sequence.version:  # replicas may have loaded its adapter from other files
-            return
         cache, request, count = self._cache, sequence.request, sequence.committed_blocks
         ends = turn_blocks(request.turn_ends, len(request.prompt), cache.block_size) | {count}
         key = sequence.key[: count * self._block_bytes]

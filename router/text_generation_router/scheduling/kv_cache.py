@@ -95,9 +95,12 @@ class KVCache:
         return tokens
 
     def host_of(self, sequence: ScheduledSequence) -> HostCache | None:
-        """Return the host cache, if there is one and the request does not do without it."""
+        """Return the host cache, if there is one for `sequence`.
+
+        Its request may do without, and replicas may have loaded its adapter from other files, unless it was there from the start.
+        """
         without = sequence.request.without
-        return None if "offload" in without or "prefix" in without else self.host
+        return None if sequence.version or "offload" in without or "prefix" in without else self.host
 
     def tokens_on_device(self, sequence: ScheduledSequence) -> int:
         """Do as `cached_tokens`, without the host cache."""

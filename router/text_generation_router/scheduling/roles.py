@@ -48,9 +48,10 @@ class Roles:
         return sequence.length - max(known) >= LEAST_PROMPT
 
     def movable(self, source: ReplicaScheduler) -> Iterator[ScheduledSequence]:
-        """Yield the sequences of a draining replica that another one of its host can hold."""
-        for sequence in source.sequences if source.cache.host is not None else ():
-            if not sequence.loading and any(each.cache.host is source.cache.host for each in self._able(sequence)):
+        """Yield the sequences of a draining replica that can be stored, and that another one of its host can hold."""
+        for sequence in source.sequences:
+            host = source.cache.host_of(sequence)
+            if host and not sequence.loading and any(each.cache.host is host for each in self._able(sequence)):
                 yield sequence
 
     def leaving(self, source: ReplicaScheduler, output: StepOutput) -> Iterator[ScheduledSequence]:

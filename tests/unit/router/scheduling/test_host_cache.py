@@ -28,11 +28,13 @@ class World:
         for replica, spec in enumerate(specs):
             self.scheduler.open(replica, spec)
 
-    def submit(self, prompt: range, job: str = "", *without: str, ends: tuple[int, ...] = (), new: int = 1) -> None:
+    def submit(
+        self, prompt: range, job: str = "", *without: str, ends: tuple[int, ...] = (), new: int = 1, adapter: str = ""
+    ) -> None:
         self.requests += 1
-        qos = QualityOfService(TenantId(""), job=job)
+        qos, number = QualityOfService(TenantId(""), job=job), RequestId(self.requests)
         request = Request(
-            RequestId(self.requests), tuple(prompt), new, qos=qos, without=frozenset(without), turn_ends=ends
+            number, tuple(prompt), new, qos=qos, without=frozenset(without), turn_ends=ends, adapter=adapter
         )
         self.scheduler.submit(request, 0.0)
         self.scheduler.dispatch()
@@ -206,6 +208,21 @@ def test_only_sequences_that_another_replica_can_hold_move_to_it() -> None:
     world.report()
     (released,) = world.orders().release
     assert dict(orders.prefill)[released] == 40
+
+
+def test_a_sequence_that_is_not_stored_ends_where_it_runs() -> None:
+    world = World(SPEC, SPEC)
+    world.scheduler.set_adapter("sql", (0, 1))
+    world.scheduler.drain(1)
+    world.submit(range(200), "", "offload")
+    world.submit(range(300, 500), adapter="sql")
+    orders = world.orders()
+    world.scheduler.drain(1, draining=False)
+    world.scheduler.drain(0)
+    world.scheduler.evacuate(0)
+    assert not world.scheduler.may_have_orders(0), "none is released"
+    world.report(0, prefilled=orders)
+    assert not world.scheduler.may_have_orders(0), "none is stored"
 
 
 def test_a_sequence_that_moves_is_stored_although_blocks_are_scarce() -> None:
