@@ -317,7 +317,7 @@ class Scheduler:
     def _move(self, source: ReplicaScheduler, sequences: Iterable[ScheduledSequence]) -> None:
         for sequence in sequences:
             source.move(sequence)
-            if sequence.state is State.WAITING and self.replays.forget([sequence], Deliveries()):
+            if sequence.state is State.WAITING:
                 self._requeue(sequence)
 
     def _work(self, sequence: ScheduledSequence) -> int:
