@@ -12,6 +12,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
@@ -107,7 +108,9 @@ def test_a_block_that_another_shard_still_stores_is_not_stored(descriptor: int) 
     with Popen([sys.executable, "-c", late], stdin=PIPE, stdout=PIPE, pass_fds=[descriptor]) as shard:
         assert shard.stdout is not None
         shard.stdout.readline()
-        assert copied(cache, False, FULL, OTHER).failed == (0, 1, 2)
+        with capture_logs() as logs:
+            assert copied(cache, False, FULL, OTHER).failed == (0, 1, 2)
+        assert [(each["log_level"], each["blocks"]) for each in logs] == [("warning", 3)]
         assert not any(os.pread(descriptor, 2 * SIZE, 0))
         assert not copied(cache, False, CopiedBlocks((5, 0), (18, 2), (11, 12)), OTHER).failed
         assert copied(cache, True, FULL).failed == (0,), "a load needs no lock"

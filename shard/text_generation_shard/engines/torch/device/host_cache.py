@@ -121,6 +121,10 @@ class HostCopies:
                 failed = [index for index, each in enumerate(chain.from_iterable(good)) if not each]
                 if failed:
                     log.error("blocks of the host cache have a wrong checksum", blocks=len(failed))
+        except BlockingIOError:
+            log.warning(
+                "blocks are not stored in the host cache: another shard still stores them", blocks=copy.num_blocks
+            )
         except Exception:
             log.exception("a copy of the host cache failed")
         self._ended.append(CopyEnd(copy.number, tuple(failed)))
