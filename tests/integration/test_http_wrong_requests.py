@@ -43,6 +43,8 @@ VALUE, UNSUPPORTED = "invalid_value", "unsupported_parameter"
 RULE = "validation"
 """TGI's error type, in place of OpenAI's codes."""
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]}
+TEXT_TOOL = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}
+NOT_TOOL = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}
 G = {"type": "function", "function": {"name": "g"}}
 TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (GENERATE, tgi(best_of=2), "you must use sampling when `best_of` is > 1", None, RULE),
@@ -98,6 +100,13 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | {"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "must be `text`", "prediction.content[0].type", VALUE),
     (CHATS, CHAT | {"response_format": {}}, "missing `type`, expected one of `text`", "response_format", VALUE),
     (CHATS, CHAT | {"response_format": {"type": "yaml"}}, "unknown type 'yaml'", "response_format", VALUE),
+    (CHATS, CHAT | {"response_format": {"type": "regex", "regex": "("}}, "unclosed group", "response_format", VALUE),
+    (CHATS, CHAT | TOOLS | {"response_format": {"type": "regex", "regex": "("}}, "unclosed group", "response_format", VALUE),
+    (CHATS, CHAT | {"response_format": {"type": "text"}, "guided_regex": "("}, "unclosed group", "guided_regex", VALUE),
+    (CHATS, CHAT | {"guided_choice": []}, "choices must be a list", "guided_choice", VALUE),
+    (CHATS, CHAT | {"guided_decoding_backend": "x", "regex": "("}, "unclosed group", "regex", VALUE),
+    (CHATS, CHAT | TEXT_TOOL | {"tool_choice": "required"}, "the parameters of tool f must be an object", "tools", VALUE),
+    (CHATS, CHAT | NOT_TOOL | {"tool_choice": "f", "response_format": {"type": "json_object"}}, "keyword `not`", "tools", VALUE),
     (CHATS, CHAT | {"audio": {}}, "`audio` is not supported by this server", "audio", UNSUPPORTED),
     (CHATS, CHAT | {"use_beam_search": True}, "is not supported by this server", "use_beam_search", UNSUPPORTED),
     (CHATS, CHAT | {"detokenize": False}, "`detokenize` is not supported", "detokenize", UNSUPPORTED),
@@ -116,6 +125,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (COMPLETIONS, {"prompt": ["a"] * 129}, "Number of prompts exceeds the maximum allowed batch size of 128", "prompt", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": [1 << 30]}, "`prompt` has a token id that is not one of", "prompt", VALUE),
     (COMPLETIONS, {"prompt": ""}, "`prompt` cannot be empty", "prompt", VALUE),
+    (COMPLETIONS, {"prompt": "a", "guided_grammar": "root ::= x"}, "Rule 'x' not found", "guided_grammar", VALUE),
     (CHATS, CHAT | {"n": 2, "best_of": 3}, "`best_of` must be 1 or equal to `n`", "best_of", VALUE),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "`best_of` must be 1 or equal to `n`", "best_of", VALUE),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "`logprobs` must be >= 0 and <= 20. Given: 21", "logprobs", VALUE),
@@ -143,6 +153,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (RESPONSES, ASK | {"prompt": {"id": "p"}}, "Send their text as `instructions` and `input`", "prompt", UNSUPPORTED),
     (RESPONSES, ASK | {"tool_choice": "required"}, "there are no `tools`", "tool_choice", VALUE),
     (RESPONSES, ASK | {"text": {"format": {}}}, "missing `type`", "text.format", VALUE),
+    (RESPONSES, ASK | {"text": {"format": {"type": "regex", "regex": "("}}}, "unclosed group", "text.format", VALUE),
     (RESPONSES, ASK | {"text": {"verbosity": "x"}}, "must be `low`, `medium` or `high`. Given: 'x'", "text.verbosity", VALUE),
     (RESPONSES, ASK | {"metadata": {"a": 5}}, "`metadata.a` must be a string", "metadata.a", TYPE),
     (RESPONSES, {"input": "a " * 3000}, "maximum context length", "input", "context_length_exceeded"),

@@ -149,8 +149,8 @@ def _place(detail: ErrorDetails, value: Any) -> tuple[Place, object]:  # noqa: A
 
 
 @contextmanager
-def about(param: str) -> Iterator[None]:
-    """Let the errors inside of the block be about this field, unless they name another one."""
+def about(param: str | None) -> Iterator[None]:
+    """Let the errors inside of the block be about this field, if one is given and they name no other."""
     try:
         yield
     except InvalidRequest as error:

@@ -76,7 +76,8 @@ class RequestPreparer:
         max_new_tokens = new_tokens(len(prompt), options, self.limits)
         for _ in range(count):
             self.metrics.requests.input_length.observe(len(prompt))
-        grammar = None if options.grammar is None else await self.proven(options.grammar, qos.tenant)
+        with about(options.grammar_field):
+            grammar = None if options.grammar is None else await self.proven(options.grammar, qos.tenant)
         options = await self.with_bad_words(options, qos.tenant)
         prediction: Sequence[TokenId] = ()
         if options.prediction and self.limits.drafts:

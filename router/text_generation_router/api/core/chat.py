@@ -224,10 +224,13 @@ class ChatPreparer:
         tools = _usable_tools(conversation)
         with about(INPUTS[options.api]):
             shown, text = await self._rendered(conversation, tools, qos.tenant)
-        form, grammar, continuation = await self._constrained(conversation, tools, text, qos.tenant)
+        field = _grammar_field(conversation, tools, options.grammar_field)
+        with about(field):
+            form, grammar, continuation = await self._constrained(conversation, tools, text, qos.tenant)
         prompt = text + continuation
+        visible = self._visible_special(form.parser())
         options = replace(
-            options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
+            options, add_special_tokens=False, grammar=grammar, grammar_field=field, visible_special=visible
         )
         requests = await self.serving.preparer.prepare(prompt, options, qos, count, shown.images)
         requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
@@ -266,7 +269,7 @@ class ChatPreparer:
         begun = begun_answer(prompt, own.assistant)
         # A constrained answer leaves no room for reasoning.
         continuation = f"\n{markers[1]}\n\n" if starts_inside else ""
-        if tools and conversation.tool_choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
+        if tools and _is_forced(conversation):
             form = AnswerForm("json_calls", schemas, one_call=one_call)
             return form, forced_tools(tools), continuation + own.call_start
         grammar = conversation.grammar
@@ -352,3 +355,19 @@ def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
     if choice.mode is ToolMode.REQUIRED and not allowed:
         raise InvalidRequest("`tool_choice` requires a call, but there are no `tools` for it")
     return allowed
+
+
+def _is_forced(conversation: Conversation) -> bool:
+    return conversation.tool_choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED)
+
+
+def _grammar_field(conversation: Conversation, tools: Sequence[Tool], field: str | None) -> str | None:
+    """Return the field that the grammar of an answer is made of, `field` or `tools`; None: of both.
+
+    A schema of a tool that is not strict gives way to any object, so that no error is about it.
+    """
+    if not tools:
+        return field
+    if conversation.grammar is None or _is_forced(conversation):
+        return "tools"
+    return None if all(tool.strict for tool in tools) else field

@@ -84,6 +84,8 @@ class GenerationOptions:
     logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | Mapping[str, Any] | None = None
     """A mapping is TGI's form: it is read after the prompt was tokenized, as the order of TGI's rules wants."""
+    grammar_field: str | None = None
+    """The client's name of `grammar`; None: no error names it."""
     adapter: str = ""
     """LoRA adapter; "": the model alone."""
     best_of: int = 1

@@ -71,7 +71,8 @@ def asked_grammar(body: OpenAIBody) -> Grammar | None:
     """Return the grammar of the answer. Raises InvalidRequest."""
     with about("response_format"):
         form = None if body.response_format is None else response_format(body.response_format)
-    other = guided(body.constraints)
+    with about(body.grammar_field):
+        other = guided(body.constraints)
     if form is not None and other is not None:
         raise InvalidRequest("`response_format` and another constraint cannot be combined")
     return form or other
@@ -97,6 +98,7 @@ def _options(body: OpenAIBody, api: Api, max_tokens: int | None, logprobs: Logpr
         keep_stop_text=bool(body.include_stop_str_in_output or body.no_stop_trim),
         truncate=body.truncate_prompt_tokens,
         logprobs=logprobs,
+        grammar_field=body.grammar_field,
     )
 
 

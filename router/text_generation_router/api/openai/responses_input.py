@@ -39,6 +39,8 @@ Origin = tuple[str | None, str]
 """The namespace of a function, if any, and its own name."""
 
 ROLES = ("user", "assistant", "system", "developer")
+FORMAT = "text.format"
+"""The field of the grammar."""
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
     *(LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "file_search_call.results"),
@@ -152,6 +154,7 @@ def to_options(body: ResponsesBody) -> GenerationOptions:
         max_new_tokens=body.max_output_tokens,
         length_field="max_output_tokens",
         logprobs=LogprobOptions(body.top_logprobs or 0, tokens=asks_for_logprobs(body)),
+        grammar_field=FORMAT,
     )
 
 
@@ -178,7 +181,7 @@ def to_conversation(body: ResponsesBody) -> Conversation:
     with about("tool_choice"):
         choice = tools.choice(body.tool_choice)
     form = None if body.text is None else body.text.format
-    with about("text.format"):
+    with about(FORMAT):
         grammar = None if form is None else response_format(form)
     effort = None if body.reasoning is None else body.reasoning.effort
     return Conversation(

@@ -50,7 +50,14 @@ class ConstraintFields(Body):
     @property
     def constraints(self) -> dict[str, Any]:
         """The fields with their values, without `response_format`."""
-        return {name: getattr(self, name) for name in ConstraintFields.model_fields if name != "response_format"}
+        other = ("response_format", "guided_decoding_backend")
+        return {name: getattr(self, name) for name in ConstraintFields.model_fields if name not in other}
+
+    @property
+    def grammar_field(self) -> str | None:
+        """The field that has the constraint. `response_format` is the last: a text without one may be asked for beside it."""
+        values = {**self.constraints, "response_format": self.response_format}
+        return next((name for name, value in values.items() if value not in (None, {})), None)
 
 
 _WITHOUT_DEFAULT = """
