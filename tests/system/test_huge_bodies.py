@@ -32,9 +32,9 @@ USER = b'{"role":"user","content":"hi"}'
 CHAT = b'{"max_tokens":2,"messages":[' + USER + b"]"
 
 
-def listed(before: bytes, entry: bytes, after: bytes, most: int = 10**9) -> bytes:
+def listed(before: bytes, entry: bytes, after: bytes, most: int = 10**9, size: int = SIZE) -> bytes:
     """A body with as many equal entries as fit."""
-    count = min(most, (SIZE - len(before) - len(after)) // (len(entry) + 1))
+    count = min(most, (size - len(before) - len(after)) // (len(entry) + 1))
     return before + b",".join([entry] * count) + after
 
 
@@ -54,6 +54,18 @@ BODIES = {
     "calls": listed(b'{"max_tokens":2,"messages":[' + USER + b",", CALLING, b"]}"),
     "8,000 calls": listed(b'{"max_tokens":2,"messages":[' + USER + b",", CALLING, b"]}", 8_000),
     "calls of a message": listed(b'{"max_tokens":2,"messages":[{"role":"assistant","tool_calls":[', CALL, b"]}]}"),
+    "objects in arguments": listed(
+        b'{"max_tokens":2,"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[',
+        b"{}",
+        b']"}}]}]}',
+        size=30_000_000,
+    ),
+    "objects in a call": listed(
+        b'{"input":[{"type":"function_call","call_id":"a","name":"f","arguments":"[',
+        b"{}",
+        b']"}]}',
+        size=30_000_000,
+    ),
     "template arguments": CHAT
     + b',"chat_template_kwargs":{'
     + b",".join(b'"%06d":1' % number for number in range(SIZE // 11))
@@ -80,7 +92,10 @@ def server(echo_model: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
 
 
 TARGETS = {
-    "/v1/chat/completions": ("tools of a chat", "10,000 messages", "8,000 calls", "template arguments"),
+    "/v1/chat/completions": (
+        *("tools of a chat", "10,000 messages", "8,000 calls", "objects in arguments", "template arguments"),
+    ),
+    "/v1/responses": ("objects in a call",),
     "/v1/completions": ("lists of ids", "prompts"),
     "/v1/messages": ("tools of messages",),
     "/generate": ("empty objects", "brackets in a text", "quotes in a text"),

@@ -5,6 +5,9 @@ short text costs twenty times its bytes.
 """
 
 from itertools import accumulate
+from typing import Any
+
+import orjson
 
 from text_generation_router.web.body_errors import InvalidJson
 
@@ -27,14 +30,37 @@ def check_structure(text: bytes | bytearray) -> None:
     """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b",") < MAX_VALUES:
         return
-    structure = _structure(text)
-    containers = structure.count(b"[") + structure.count(b"{")
-    if containers + structure.count(b",") > MAX_VALUES:
-        raise InvalidJson(f"Failed to parse the request body as JSON: more than {MAX_VALUES} values")
-    if containers > MAX_CONTAINERS:
-        raise InvalidJson(f"Failed to parse the request body as JSON: more than {MAX_CONTAINERS} objects and arrays")
-    if max(accumulate(map(_STEPS.__getitem__, structure.translate(None, b","))), default=0) > MAX_DEPTH:
-        raise InvalidJson(f"Failed to parse the request body as JSON: nested more than {MAX_DEPTH} levels deep")
+    try:
+        JsonTexts().check(text)
+    except ValueError as error:
+        raise InvalidJson(f"Failed to parse the request body as JSON: {error}") from None
+
+
+class JsonTexts:
+    """The JSON texts inside of a body. Together they have the limits of a body, or a text would hide its objects from these."""
+
+    def __init__(self) -> None:
+        self._containers = self._values = 0
+
+    def read(self, text: str) -> Any:  # noqa: ANN401 - any JSON value
+        """Return the value of a text. Raises ValueError if it is not JSON, or beyond the limits; then it does not count."""
+        raw = text.encode()
+        self.check(raw)
+        return orjson.loads(raw)
+
+    def check(self, text: bytes | bytearray) -> None:
+        """Count a text. Raises ValueError if it is beyond the limits."""
+        structure = _structure(text)
+        containers = structure.count(b"[") + structure.count(b"{")
+        values = self._values + containers + structure.count(b",")
+        containers += self._containers
+        if values > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
+        if containers > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} objects and arrays")
+        if max(accumulate(map(_STEPS.__getitem__, structure.translate(None, b","))), default=0) > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+        self._containers, self._values = containers, values
 
 
 def _structure(text: bytes | bytearray) -> bytes:

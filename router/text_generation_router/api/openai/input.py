@@ -35,6 +35,7 @@ from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
 from text_generation_router.web.bodies import pop_each
 from text_generation_router.web.body_errors import about
+from text_generation_router.web.structure import JsonTexts
 
 _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI roles with another name in chat templates."""
@@ -115,11 +116,12 @@ def _logit_bias(body: OpenAIBody) -> dict[TokenId, float]:
 
 def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
     """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest."""
+    texts = JsonTexts()
     with about("messages"):
-        messages = [_message(message) for message in pop_each(body.messages)]
+        messages = [_message(message, texts) for message in pop_each(body.messages)]
     with about("tools"):
-        tools = [_tool(tool.type, tool.function) for tool in body.tools or ()]
-        tools += [_tool("function", function) for function in body.functions or ()]
+        tools = [_tool(tool.type, tool.function, texts) for tool in body.tools or ()]
+        tools += [_tool("function", function, texts) for function in body.functions or ()]
     kwargs = dict(body.chat_template_kwargs or {})
     for name, value in (
         ("reasoning_effort", body.reasoning_effort),
@@ -147,18 +149,20 @@ def new_message(role: str, content: str | Sequence[ContentPart] | None) -> Json:
     return {"role": role, "content": _content(content, role)}
 
 
-def _message(message: Message) -> Json:
+def _message(message: Message, texts: JsonTexts) -> Json:
     flat = new_message(message.role, message.content)
     if message.tool_calls:
         flat["tool_calls"] = [
             tool_call(
-                str(call.id) if call.id is not None else "", call.function.name, read_arguments(call.function.arguments)
+                str(call.id) if call.id is not None else "",
+                call.function.name,
+                read_arguments(call.function.arguments, texts),
             )
             for call in message.tool_calls
         ]
     if message.function_call is not None and not message.tool_calls:
         flat["tool_calls"] = [
-            tool_call("", message.function_call.name, read_arguments(message.function_call.arguments))
+            tool_call("", message.function_call.name, read_arguments(message.function_call.arguments, texts))
         ]
     for key, value in (
         ("name", message.name),
@@ -194,13 +198,13 @@ def _part(part: ContentPart, role: str) -> str | Json:
     return part.text or ""
 
 
-def read_arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - any JSON that the model wrote
-    """Return the arguments as an object, which templates serialize; text that is not JSON stays text."""
+def read_arguments(arguments: str | dict[str, Any] | None, texts: JsonTexts) -> Any:  # noqa: ANN401 - any JSON that the model wrote
+    """Return the arguments as an object, which templates serialize; text that cannot be read as JSON stays text."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        return texts.read(arguments)
+    except ValueError:
         return arguments
 
 
@@ -219,15 +223,16 @@ def _choice(body: ChatBody) -> ToolChoice:
     return _tool_choice(body.tool_choice)
 
 
-def _tool(kind: str, function: FunctionDefinition) -> Tool:
+def _tool(kind: str, function: FunctionDefinition, texts: JsonTexts) -> Tool:
     if kind != "function":
         raise InvalidRequest(f"tools of type {kind[:32]!r} are not supported", code="unsupported_value")
     parameters = function.arguments if function.parameters is None else function.parameters
     if isinstance(parameters, str):
         try:
-            parameters = orjson.loads(parameters)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error.msg}") from None
+            parameters = texts.read(parameters)
+        except ValueError as error:
+            said = error.msg if isinstance(error, orjson.JSONDecodeError) else error
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {said}") from None
         if not isinstance(parameters, dict):
             raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
     return read_tool(function.name, function.description, parameters, strict=bool(function.strict))

@@ -34,6 +34,7 @@ from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import response_format
 from text_generation_router.web.bodies import pop_each
 from text_generation_router.web.body_errors import about
+from text_generation_router.web.structure import JsonTexts
 
 Origin = tuple[str | None, str]
 """The namespace of a function, if any, and its own name."""
@@ -217,6 +218,7 @@ class _Messages:
         """Append to `messages`."""
         self._messages = messages
         self._tools = tools
+        self._texts = JsonTexts()
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._thoughts: list[str] = []
@@ -255,7 +257,9 @@ class _Messages:
         name = self._tools.name_of(item.namespace, item.name)
         self._names[item.call_id] = name
         message = self._begin(None) if self._open is None else self._open
-        message.setdefault("tool_calls", []).append(tool_call(item.call_id, name, read_arguments(item.arguments)))
+        message.setdefault("tool_calls", []).append(
+            tool_call(item.call_id, name, read_arguments(item.arguments, self._texts))
+        )
 
     def _output(self, item: InputItem) -> None:
         if item.call_id is None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text_generation_router.web.body_errors import InvalidJson
-from text_generation_router.web.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, check_structure
+from text_generation_router.web.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, JsonTexts, check_structure
 
 TRICKY = st.text(alphabet='[]{}"\\,:n/u0 é', max_size=12)
 
@@ -52,3 +52,20 @@ def test_depth_is_limited() -> None:
     for broken in (b"]" * 1000, b"[" * 1000, b'"' * 1000 + b"{" * 1000):  # the parser names the fault
         with suppress(InvalidJson):
             check_structure(broken)
+
+
+def test_texts_inside_of_a_body_share_its_limits() -> None:
+    texts = JsonTexts()
+    half = "[" + "{}," * (MAX_CONTAINERS // 2 - 2) + "{}]"
+    assert len(texts.read(half)) == MAX_CONTAINERS // 2 - 1
+    with pytest.raises(ValueError, match="more than 32768 objects and arrays"):
+        texts.read(half[:-1] + ",[]" * (MAX_CONTAINERS // 2) + "]")
+    assert texts.read(half), "a refused text does not count"
+    with pytest.raises(ValueError, match="more than 32768 objects and arrays"):
+        texts.read('{"a":1}')
+    with pytest.raises(ValueError, match="more than 1048576 values"):
+        texts.read("[0" + ",0" * MAX_VALUES + "]")
+    with pytest.raises(ValueError, match="nested more than 128 levels deep"):
+        JsonTexts().read(deep(MAX_DEPTH + 1).decode())
+    with pytest.raises(ValueError, match="unexpected end"):
+        JsonTexts().read("{")
