@@ -91,6 +91,7 @@ TABLE: list[tuple[str, Any, str, str | None, str]] = [
     (CHATS, CHAT | {"tool_choice": "f"}, "Tool with name f not found", "tool_choice", "tool_error"),
     (CHATS, CHAT | {"tool_choice": 5}, "`tool_choice` must be a string or an object", "tool_choice", TYPE),
     (CHATS, CHAT | {"function_call": "must"}, "`function_call` must be `auto` or `none`", "function_call", VALUE),
+    (CHATS, CHAT | {"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "name g not found", "function_call", "tool_error"),
     (CHATS, CHAT | {"function_call": {"name": 5}}, "must be a string", "function_call.name", TYPE),
     (CHATS, CHAT | {"prediction": "text"}, "`prediction` must be an object. Given: a string", "prediction", TYPE),
     (CHATS, CHAT | {"prediction": {"content": "a"}}, "missing field `prediction.type`", "prediction.type", MISSING),
