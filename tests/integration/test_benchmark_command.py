@@ -96,8 +96,9 @@ async def test_an_open_loop_keeps_its_times_and_errors_are_shown(tmp_path: Path)
     async with serve_mock(OpenAIMock(itl_s=0.03, refuse=3)) as mock:
         code, out, err = await benchmark(mock.port, "--trace", str(trace), "-w", "0", "-o", str(tmp_path / "result"))
     assert (code, err) == (0, "")
-    starts = [at - mock.arrivals[0] for at in mock.arrivals]
-    assert starts == pytest.approx([at / 10 for at in range(9)], abs=0.05), "no request waits for the answers of others"
+    delays = [arrival - mock.arrivals[0] - at / 10 for at, arrival in enumerate(mock.arrivals)]
+    assert min(delays) > -0.05, "none is before its time"
+    assert max(delays) < 1, "none waits for the answers of others, which take 1.2 s"
     found = level(tmp_path / "result")
     assert (found["requests"], found["errors"], found["tokens"]) == (9, 3, 240)
     assert found["error_texts"] == {"429: Model is overloaded": 3}
