@@ -75,6 +75,8 @@ class ToolChoice:
     name: str | None = None
     allowed: Collection[str] | None = None
     """With AUTO and REQUIRED: the names of the tools that may be called; None: of all."""
+    field: str = "tool_choice"
+    """The client's name of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,7 +349,7 @@ def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
     if choice.mode is ToolMode.NAMED:
         named = [tool for tool in tools if tool.name == choice.name]
         if not named:
-            raise ToolError(f"Tool with name {choice.name} not found", param="tool_choice")
+            raise ToolError(f"Tool with name {choice.name} not found", param=choice.field)
         return named
     allowed = [tool for tool in tools if choice.allowed is None or tool.name in choice.allowed]
     if choice.mode is ToolMode.REQUIRED and not allowed:

@@ -30,7 +30,7 @@ from text_generation_router.chat.conversation import (
     join_parts,
     without_billing,
 )
-from text_generation_router.errors import InvalidRequest, NotSupported, ToolError
+from text_generation_router.errors import InvalidRequest, NotSupported
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
 from text_generation_router.web.bodies import pop_each
@@ -209,7 +209,7 @@ def read_arguments(arguments: str | dict[str, Any] | None, texts: JsonTexts) -> 
 
 
 def _choice(body: ChatBody) -> ToolChoice:
-    """Return the tool choice, of tools or of functions. Raises InvalidRequest, ToolError."""
+    """Return the tool choice, of tools or of functions. Raises InvalidRequest."""
     if body.tools and body.functions:
         raise InvalidRequest("`tools` and `functions` cannot be combined")
     call = body.function_call
@@ -217,9 +217,7 @@ def _choice(body: ChatBody) -> ToolChoice:
         return _tool_choice(body.tool_choice)
     choice = _tool_choice(call) if isinstance(call, str) else ToolChoice(ToolMode.NAMED, call.name)
     if body.functions:
-        if choice.name is not None and choice.name not in {function.name for function in body.functions}:
-            raise ToolError(f"Tool with name {choice.name} not found", param="function_call")
-        return choice
+        return replace(choice, field="function_call")
     if choice.name:
         raise InvalidRequest(f"`function_call` names the function {choice.name[:64]!r}, but there are no `functions`")
     return _tool_choice(body.tool_choice)
