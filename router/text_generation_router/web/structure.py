@@ -46,7 +46,10 @@ class JsonTexts:
         """Return the value of a text. Raises ValueError if it is not JSON, or beyond the limits; then it does not count."""
         raw = text.encode()
         self.check(raw)
-        return orjson.loads(raw)
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(error.msg) from None
 
     def check(self, text: bytes | bytearray) -> None:
         """Count a text. Raises ValueError if it is beyond the limits."""

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
 from text_generation_proto.parameters import Api
 from text_generation_proto.values import Grammar, LogprobOptions
 from text_generation_router.api.core.chat import read_tool, tool_call
@@ -231,8 +229,7 @@ def _tool(kind: str, function: FunctionDefinition, texts: JsonTexts) -> Tool:
         try:
             parameters = texts.read(parameters)
         except ValueError as error:
-            said = error.msg if isinstance(error, orjson.JSONDecodeError) else error
-            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {said}") from None
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error}") from None
         if not isinstance(parameters, dict):
             raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
     return read_tool(function.name, function.description, parameters, strict=bool(function.strict))
