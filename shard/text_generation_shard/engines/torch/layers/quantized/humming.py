@@ -169,14 +169,12 @@ class Tilings:
     and a call names the one it needs.
     """
 
-    def __init__(
-        self, config: "LayerConfig", options: str | None, found: Iterable[tuple[int, int, dict[str, Any]]]
-    ) -> None:
-        """`found`: pairs of rows that a tiling is for, more than the first and up to the second."""
+    def __init__(self, config: "LayerConfig", options: str | None, found: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        """`found`: the most rows of each tiling, in ascending order."""
         from humming.kernel import HummingKernel
 
         self._ends, self._tilings = [], []
-        for _, last, tiling in found:
+        for last, tiling in found:
             self._ends.append(last)
             self._tilings.append(json.dumps(tiling))
         each = ", ".join(f"[0, 1, {tiling}]" for tiling in dict.fromkeys(self._tilings))
@@ -198,7 +196,7 @@ def tilings(config: "LayerConfig", bits: int) -> Tilings:
 
     is_hopper = torch.cuda.get_device_capability() == HOPPER
     found = []
-    for first, last, own in get_heuristics_config(config):
+    for _, last, own in get_heuristics_config(config):
         tiling = own | {"use_pdl": True} if is_hopper else own
         is_few = is_hopper and bits == 4 and FEW_ROWS[0] < last <= FEW_ROWS[1]
         if is_few and config.shape_n % 256 == 0 and config.shape_k % 64 == 0:
@@ -213,7 +211,7 @@ def tilings(config: "LayerConfig", bits: int) -> Tilings:
                 "use_tma": True,
                 "use_pdl": True,
             }
-        found.append((first, last, tiling))
+        found.append((last, tiling))
     return Tilings(config, None, found)
 
 
@@ -308,11 +306,7 @@ def expert_tilings(config: "LayerConfig") -> Tilings:
 
     ends = [1 << exponent for exponent in range(MAX_EXPERT_ROWS.bit_length())]
     found = [
-        (
-            end // 2,
-            1 << 30 if end == MAX_EXPERT_ROWS else end,
-            get_heuristics_config(config, shape_m=end, gemm_type=GEMM_TYPE),
-        )
+        (1 << 30 if end == MAX_EXPERT_ROWS else end, get_heuristics_config(config, shape_m=end, gemm_type=GEMM_TYPE))
         for end in ends
     ]
     return Tilings(config, GROUPED, found)
