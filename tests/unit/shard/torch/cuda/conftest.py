@@ -8,7 +8,7 @@ from types import FunctionType
 import pytest
 import torch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read while triton is imported, and at each @triton.jit

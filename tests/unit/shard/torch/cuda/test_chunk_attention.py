@@ -63,8 +63,8 @@ def test_flashinfer_matches_the_formula(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    shape, windows = (heads, kv_heads, head_dim), frozenset([window])
-    attention = FlashInferChunks(*shape, windows, (dtype, stored or dtype), scale=head_dim**-0.5)
+    shape = heads, kv_heads, head_dim
+    attention = FlashInferChunks(*shape, {window: 0}, (dtype, stored or dtype), scale=head_dim**-0.5)
     compare(attention, shape, None, window, stored, device, dtype)
 
 
