@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from text_generation_bench.kernel_timing import DEVICE, DTYPE, Table, copies, empty, ints, one_each, randn, timed
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.kernels import decode_attention
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 
@@ -21,12 +19,11 @@ RANK, ROTATED = 512, 64
 HEADS = (128, 16)
 """Heads of one rank of 1 and of 8."""
 CONTEXTS = ((1, 600), (32, 600), (128, 600), (256, 600), (32, 8192), (1, 32768))
-HEADS_EACH = (16, 32, 64)
 MOST_ERROR = 1e-2
 
 
 def latents(table: Table, *, flashinfer: bool) -> None:
-    """Check and time each number of heads for a program. Raises SystemExit if a result is wrong."""
+    """Check and time each shape. Raises SystemExit if a result is wrong."""
     for heads, (rows, context) in itertools.product(HEADS, CONTEXTS):
         attend(table, heads, rows, context, flashinfer=flashinfer)
 
@@ -37,14 +34,14 @@ def attend(table: Table, heads: int, rows: int, context: int, *, flashinfer: boo
     queries, out = randn(rows, heads, RANK + ROTATED), empty(rows, heads * RANK)
     tables = torch.randperm(rows * blocks, device=DEVICE).to(torch.int32).view(rows, blocks)
     step = DecodeStep(ints([context - 1] * rows), ints(range(rows)), tables, 192**-0.5)
-    for each in HEADS_EACH:
-        decode_attention.LATENT_HEADS = each
-        kernel = DecodeAttention(heads, 1, RANK + ROTATED, rows, DEVICE, latent=RANK)
-        call = partial(lambda kernel, cache: kernel.run(queries, cache, step, None, out), kernel)
-        call(caches[0])
-        check(queries[:1], caches[0], replace(step, positions=step.positions[:1]), out[:1])
-        name = f"latent, {heads} heads, {min(each, heads)} each, {context} tokens"
-        table.row(name, rows, timed(one_each(caches, call)), nbytes)
+    kernel = DecodeAttention(heads, 1, RANK + ROTATED, rows, DEVICE, latent=RANK)
+
+    def call(cache: Tensor) -> None:
+        kernel.run(queries, cache, step, None, out)
+
+    call(caches[0])
+    check(queries[:1], caches[0], replace(step, positions=step.positions[:1]), out[:1])
+    table.row(f"latent, {heads} heads, {context} tokens", rows, timed(one_each(caches, call)), nbytes)
     if flashinfer:
         launch_flashinfer(table, caches, queries, tables, context)
 

@@ -31,7 +31,7 @@ NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
 LOG2_E = math.log2(math.e)
-LATENT_HEADS = 32
+LATENT_HEADS = 64
 """Most query heads of a program that reads latent rows: eight warps hold their results."""
 
 
