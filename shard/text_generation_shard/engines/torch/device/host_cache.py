@@ -155,6 +155,14 @@ class HostCopies:
 
     def _good(self, group: "_Group", blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
+        # A shard whose router ended may have written the rows of a load until these sums are there.
+        sums = self._copied(group, blocks, is_load=is_load)
+        if not is_load:
+            group.checks[list(blocks.host)] = sums
+        return [bool(group.checks[block] == each) for block, each in zip(blocks.host, sums, strict=True)]
+
+    def _copied(self, group: "_Group", blocks: CopiedBlocks, *, is_load: bool) -> list[int]:
+        """Copy blocks of a group, and wait for them; return their checksums."""
         streams = self._streams[is_load]
         contexts: list[Callable[[], AbstractContextManager[None]]]
         contexts = [partial(torch.cuda.stream, stream) for stream in streams] or [nullcontext]
@@ -171,14 +179,8 @@ class HostCopies:
             finally:  # after an error too: the memory of the numbers is reused in the first stream
                 for stream in streams[1:]:
                     streams[0].wait_stream(stream)
-            # Waits for the transfers, too. A shard whose router ended may have written the rows of a load until then.
             found: list[int] = torch.cat(sums).tolist() if sums else []
-        good = []
-        for block, each in zip(blocks.host, found, strict=True):
-            if not is_load:
-                group.checks[block] = each
-            good.append(bool(group.checks[block] == each))
-        return good
+        return found
 
 
 class _Group:
