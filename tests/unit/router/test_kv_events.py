@@ -33,15 +33,12 @@ Prefix = tuple[str, tuple[int, ...]]
 class Subscriber:
     """Subscribes to a publisher, asks for what it missed, and holds the blocks that its events tell of."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = KvEventsConfig(
-            endpoint=f"ipc://{folder}/events", replay_endpoint=f"ipc://{folder}/replay", topic=TOPIC.decode()
-        )
+    def __init__(self, config: KvEventsConfig) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.events, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        self.events.connect(self.config.endpoint)
+        self.events.connect(config.endpoint)
         self.events.subscribe(b"kv@")
-        self.replay.connect(str(self.config.replay_endpoint))
+        self.replay.connect(str(config.replay_endpoint))
         self.blocks: dict[str, dict[int, Prefix]] = {"GPU": {}, "CPU": {}}
         self.next = self.live = 0
         self.kinds: set[str] = set()
@@ -99,8 +96,10 @@ class Subscriber:
 
 @contextmanager
 def subscribed(folder: Path) -> Iterator[tuple[KvEventsPublisher, Subscriber]]:
-    subscriber = Subscriber(folder)
-    publisher = KvEventsPublisher(subscriber.config)
+    endpoints = {"endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay"}
+    config = KvEventsConfig(**endpoints, topic=TOPIC.decode())
+    publisher = KvEventsPublisher(config)
+    subscriber = Subscriber(config)  # after its endpoints exist: a connection is tried again only after a while
     try:
         yield publisher, subscriber
     finally:
