@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
 from text_generation_common.command_line import exit_with_usage_error, parse_config
@@ -122,7 +122,7 @@ class LauncherConfig(
     parts: Literal["all", "shards", "router"] = "all"
     """Parts of the server to start on this machine. shards: without a router, at --shard-tcp-port of --shard-hostname for
     routers elsewhere. router: for the shards of --shards. Both need the same SHARD_TOKEN, or mutual TLS."""
-    num_replicas: PositiveInt = 1
+    num_replicas: Annotated[int, Field(gt=0, le=4096)] = 1
     """Copies of the model, each with its own shards, behind one router."""
     places: Literal["local", "ray"] = "local"
     """Place of the shards: this host, or the Ray cluster that RAY_ADDRESS names, by default the one that this host belongs to.

@@ -18,6 +18,12 @@ _LEVELS = {"trace": "debug", "warn": "warning", "off": "error"}
 """Levels of TGI's filters that have another name here."""
 
 
+MAX_BATCH_SIZE = 65_536
+"""Sequences of a replica: what each of them takes at the start is taken for as many as the setting allows."""
+TokenBudget = Annotated[int, Field(gt=0, le=2**31 - 1)]
+"""Tokens of a step, or of a KV cache: the wire and the tables of the engines have 32 bits for them."""
+
+
 class Topic(Enum):
     """A title, in the order of the lists. The `topics` of a settings class name its settings."""
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from text_generation_common.settings import ChildConfig, SharedSettings, Topic
+from text_generation_common.settings import MAX_BATCH_SIZE, ChildConfig, SharedSettings, TokenBudget, Topic
 from text_generation_common.shard_access import ShardAccess
 
 
@@ -162,11 +162,11 @@ class RouterSettings(SharedSettings, ShardAccess):
     """Longest prompt, in tokens; default: max_total_tokens - 1."""
     max_total_tokens: PositiveInt | None = None
     """Most prompt plus new tokens of a request; default: what the model and the KV cache allow."""
-    max_batch_prefill_tokens: PositiveInt | None = None
+    max_batch_prefill_tokens: TokenBudget | None = None
     """Most prompt tokens computed in one step; longer prompts are split into chunks. Default: what the engine suggests."""
-    max_batch_total_tokens: PositiveInt | None = None
+    max_batch_total_tokens: TokenBudget | None = None
     """KV cache for all running requests, in tokens; default: what warm-up measures."""
-    max_batch_size: PositiveInt | None = None
+    max_batch_size: Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)] | None = None
     """Most sequences running at once on a replica; default: what the engine can hold."""
     waiting_served_ratio: NonNegativeFloat = 0.0
     """Start waiting requests only once their number is this fraction of the running ones. 0: at the next step."""

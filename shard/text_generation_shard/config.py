@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from text_generation_common.lora import parse_adapters
-from text_generation_common.settings import ChildConfig, SharedSettings, Topic
+from text_generation_common.settings import MAX_BATCH_SIZE, ChildConfig, SharedSettings, Topic
 from text_generation_common.shard_access import ShardAccess
 from text_generation_proto.addresses import is_local, socket_path, split_host_port
 
@@ -181,7 +181,7 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     group_address: str = ""
     """Address of the group: rank 0 listens there, the others connect. unix:///path, or host:port if the group is on several
     hosts, which then all need the same SHARD_TOKEN. Not needed by a single shard."""
-    max_batch_size: NonNegativeInt = 0
+    max_batch_size: Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)] = 0
     """Most sequences held at once; 0: the engine's own limit."""
     group_gpus: str = ""
     """GPUs of the group on this host, as in CUDA_VISIBLE_DEVICES: rank 0 observes them. Default: the shard's own."""

@@ -233,6 +233,10 @@ def test_rejection_without_secret(capsys: pytest.CaptureFixture[str]) -> None:
         ("--parts shards --shard-tcp-port 5000", "need the same SHARD_TOKEN"),
         ("--parts router --shards a:1", "need the same SHARD_TOKEN"),
         ("--parts shards --shard-token t --shard-tcp-port 5000 --shard-hostname 10.0.0.1", "or --insecure"),
+        ("--num-replicas 1000000", "--num-replicas (or NUM_REPLICAS): Input should be less than or equal to 4096"),
+        ("--max-batch-size 1000000", "Input should be less than or equal to 65536, not '1000000'"),
+        ("--max-batch-prefill-tokens 5000000000", "less than or equal to 2147483647, not '5000000000'"),
+        ("--max-batch-total-tokens 5000000000", "less than or equal to 2147483647, not '5000000000'"),
     ],
 )
 def test_invalid_settings_are_one_line_and_exit_code_2(
