@@ -185,7 +185,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def socket_folder(environ: Mapping[str, str]) -> Iterator[Path]:
     """Yield the path of a private socket folder: the first shard creates it; the last one, or this function, removes it."""
     # tempfile.gettempdir() would write a file, which fails on a full disk; sockets take no space.
-    base = environ.get("TMPDIR", "/tmp")
+    base = os.path.abspath(environ.get("TMPDIR", "/tmp"))  # the address of a shard has no relative path
     if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER or not os.path.isdir(base):
         base = "/tmp"
     folder = Path(base, PRIVATE_FOLDER_PREFIX + secrets.token_hex(8))

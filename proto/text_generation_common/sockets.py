@@ -17,8 +17,8 @@ PRIVATE_FOLDER_PREFIX = "tgi-sockets-"
 
 
 class SocketInUse(CannotServe):
-    """The path of a socket cannot be used: it is taken by a running server, another user or another kind of file, or its
-    folder cannot be created."""
+    """The path of a socket cannot be used: it is taken by a running server, another user or another kind of file, or no socket
+    can be created there."""
 
 
 def claim_socket(path: Path) -> None:
@@ -36,6 +36,7 @@ def claim_socket(path: Path) -> None:
     if not path.is_socket():
         if path.exists():
             raise SocketInUse(f"{path} exists and is not a socket")
+        _check_place(path)
         return
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1.0)
@@ -47,6 +48,16 @@ def claim_socket(path: Path) -> None:
             pass
         else:
             raise SocketInUse(f"a server already listens on {path}")
+
+
+def _check_place(path: Path) -> None:
+    """Create and remove a socket at this path. gRPC would not say why it cannot, and would write lines of its own."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        raise SocketInUse(f"no socket can be created at {path}: {error.strerror or error}") from error
 
 
 def peer_user(connection: socket.socket) -> int:

@@ -42,6 +42,15 @@ def test_other_texts_are_no_host_and_port(address: str) -> None:
         split_host_port(address)
 
 
+def test_claim_socket_says_why_none_can_be_created(folder: Path) -> None:
+    with pytest.raises(SocketInUse, match=r"^no socket can be created at /nowhere/s: No such file or directory$"):
+        claim_socket(Path("/nowhere/s"))
+    with pytest.raises(SocketInUse, match=r": AF_UNIX path too long$"):
+        claim_socket(folder / ("s" * 108))
+    claim_socket(folder / "s")
+    assert list(folder.iterdir()) == []
+
+
 def test_claim_socket_removes_a_stale_socket(folder: Path) -> None:
     path = stale_socket(folder / "s")
     claim_socket(path)

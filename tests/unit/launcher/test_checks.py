@@ -11,7 +11,7 @@ from text_generation_common.exit_codes import ExitCode
 from text_generation_launcher.checks import check_engine
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.counts import PlanError
-from text_generation_launcher.launch import launch
+from text_generation_launcher.launch import launch, socket_folder
 
 
 @pytest.fixture
@@ -145,3 +145,8 @@ async def test_settings_are_rejected_before_the_model_is_resolved(
     assert await launch(config, environ) == ExitCode.USAGE
     out, err = capfd.readouterr()
     assert reason in next(line for line in (out + err).splitlines() if "settings refused" in line)
+
+
+def test_the_folder_of_sockets_has_an_absolute_path() -> None:
+    with socket_folder({"TMPDIR": "."}) as folder:
+        assert folder.parent == Path.cwd()
