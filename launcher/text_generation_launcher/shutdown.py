@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from text_generation_common.log import log
+from text_generation_common.stop_signals import STOP_SIGNALS
 
 FORCED_GRACE = 1.0
 """Seconds that a child has left once a second signal arrived."""
@@ -18,8 +19,6 @@ LOST_SECOND_SIGNAL = 0.5
 
 GracePeriod = Callable[[float, Callable[[], None]], AbstractAsyncContextManager[None]]
 """Type of `GracefulShutdown.grace_period`: seconds and a function that sends SIGTERM again."""
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -44,7 +43,7 @@ class GracefulShutdown:
 
     def listen(self) -> None:
         """Install the signal handlers. A signal that is ignored stays ignored, as nohup requires."""
-        for sig in _SIGNALS:
+        for sig in STOP_SIGNALS:
             if signal.getsignal(sig) is not signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(sig, self.receive, sig)
 

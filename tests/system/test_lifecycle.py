@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -105,6 +110,25 @@ def test_signal_during_the_start_stops(echo_model: Path) -> None:
         assert stack.left_behind() == []
     finally:
         stack.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "last"),
+    [("launcher", ["--model-id", "/nowhere"], "stopped"), ("router", ["--model-path", "/nowhere"], "cannot serve")],
+)
+def test_signals_at_the_end_leave_the_exit_code(program: str, flags: list[str], last: str) -> None:
+    command = [sys.executable, "-P", "-m", f"text_generation_{program}", *flags, "--json-output", "--port", "3001"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        while json.loads(process.stderr.readline())["event"] != last:
+            pass
+        for sig in itertools.cycle((signal.SIGTERM, signal.SIGINT)):
+            process.send_signal(sig)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.002)
+                break
+        assert process.returncode == 1
+        assert process.stderr.read() == b""
 
 
 def test_shard_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
