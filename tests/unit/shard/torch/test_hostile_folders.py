@@ -53,7 +53,8 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"eos_token_id": [2**40]}, "eos_token_id is [1099511627776], not"),
     ({"eos_token_id": [2] * 10**6}, "not a token id or a list of at most 256"),
     ({"model_type": "x" * 10**6}, "model_type 'xxxxx"),
-    ({"architectures": 5}, "architecture 5 is not supported"),
+    ({"architectures": 5}, "architectures is 5, not a list of names"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list of names"),
     ({"architectures": ["x" * 10**6]}, "is not supported, only LlamaForCausalLM"),
     (
         {"model_type": "qwen2", "use_sliding_window": True, "layer_types": [{}, []]},

@@ -65,10 +65,7 @@ def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObje
         raise raw.error(f"model_type {shortened(model_type)} is not supported, only {known}")
     family = FAMILIES[model_type]
     wrapper = WRAPPERS.get(whole.optional_text("model_type") or "")
-    architecture = family.architecture if wrapper is None else wrapper.architecture
-    architectures = whole.get("architectures") or [architecture]
-    if not isinstance(architectures, list) or architecture not in architectures:
-        raise whole.error(f"architecture {repr(architectures)[:200]} is not supported, only {architecture}")
+    _check_architecture(whole, family.architecture if wrapper is None else wrapper.architecture)
     if reason := _unsupported(raw, family):
         raise raw.unsupported(f"{reason}: only transformers computes such models")
     # With "vision", tokens of images alone attend to later ones.
@@ -134,6 +131,15 @@ def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObje
         # A multiplier of embeddings would be one of images too.
         max_images=0 if wrapper is None or "vision_config" not in whole or family.multipliers else wrapper.max_images,
     )
+
+
+def _check_architecture(whole: JsonObject, served: str) -> None:
+    """Check that the config names the architecture that is served, or none. Raises EngineError."""
+    architectures = whole.get("architectures") or [served]
+    if not isinstance(architectures, list):
+        raise whole.error(f"architectures is {shortened(architectures)}, not a list of names")
+    if served not in architectures:
+        raise whole.error(f"architecture {repr(architectures)[:200]} is not supported, only {served}")
 
 
 def _read(folder: Path, name: str) -> JsonObject:
