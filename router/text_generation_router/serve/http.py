@@ -22,11 +22,10 @@ from text_generation_common.tracing import start_tracing
 from text_generation_common.waiting import background, first_of
 from text_generation_proto.addresses import join_host_port
 from text_generation_proto.values import LOGPROB_PARAMETERS
-from text_generation_router.api.app import create_app
+from text_generation_router.api.app import create_app, create_starting_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.keys import ApiKeys
-from text_generation_router.api.starting import create_starting_app
 from text_generation_router.api.table import route_table
 from text_generation_router.chat.template_files import ChatTemplates, load_templates
 from text_generation_router.cluster_interface import ClusterInterface

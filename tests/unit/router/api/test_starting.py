@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from text_generation_router.api.starting import create_starting_app
+from text_generation_router.api.app import create_starting_app
 
 
 @pytest.mark.parametrize(

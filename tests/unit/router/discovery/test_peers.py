@@ -10,7 +10,7 @@ from aiohttp import web
 from followed_source import Followed, followed
 from http_stack import until
 
-from text_generation_router.api.starting import create_starting_app
+from text_generation_router.api.app import create_starting_app
 from text_generation_router.discovery.peers import SharedShards
 from text_generation_router.discovery.source import StaticSource
 
