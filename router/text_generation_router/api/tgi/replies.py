@@ -1,6 +1,7 @@
 """TGI's responses: their types, and their writers, exact to the byte: key order, omissions, 32-bit log-probabilities."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NotRequired, TypeVar, cast
 
 import orjson
@@ -97,55 +98,51 @@ class StreamEvent(ResponseBody):
     details: StreamDetails | None
 
 
+@dataclass(slots=True, eq=False)
 class TokenEvents(Sink):
     """The sink of a streamed text: one event per token."""
 
-    __slots__ = ("_body", "_generation", "_stream", "_tokenizer")
-
-    def __init__(
-        self, stream: EventStream, body: GenerateBody, tokenizer: Tokenizer, generation: GenerationRecord
-    ) -> None:
-        self._stream = stream
-        self._body = body
-        self._tokenizer = tokenizer
-        self._generation = generation
+    stream: EventStream
+    body: GenerateBody
+    tokenizer: Tokenizer
+    generation: GenerationRecord
 
     def on_text(self, number: int, token_id: TokenId, text: str, logprob: LogprobJson) -> None:
         # The hot path of the API: a StreamEvent formatted by hand, in which only the text is escaped.
-        self._stream.send(
+        self.stream.send(
             b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":false},'
             b'"generated_text":null,"details":null}\n\n' % (number, token_id, orjson.dumps(text), logprob)
         )
 
     def on_output(self, output: TokenOutput) -> None:
         ending = output.ending
-        generated = None if ending is None else _generated_text(ending, self._body)
-        details = self._details(ending) if ending is not None and self._body.parameters.details else None
+        generated = None if ending is None else _generated_text(ending, self.body)
+        details = self._details(ending) if ending is not None and self.body.parameters.details else None
         event: StreamEvent
         if output.top:
             event = {
                 "index": output.number,
                 "token": _token(output),
-                "top_tokens": _top_tokens(output.top, self._tokenizer),
+                "top_tokens": _top_tokens(output.top, self.tokenizer),
                 "generated_text": generated,
                 "details": details,
             }
         else:
             event = {"index": output.number, "token": _token(output), "generated_text": generated, "details": details}
-        self._stream.send(b"data: %b\n\n" % orjson.dumps(event))
+        self.stream.send(b"data: %b\n\n" % orjson.dumps(event))
         if ending is not None:
-            self._generation.ending = ending
-            self._stream.close()
+            self.generation.ending = ending
+            self.stream.close()
 
     def on_failure(self, error: ServingError) -> None:
-        self._generation.failed(error)
-        self._stream.fail(error)
+        self.generation.failed(error)
+        self.stream.fail(error)
 
     def _details(self, ending: GenerationResult) -> StreamDetails:
-        request = self._generation.request
+        request = self.generation.request
         assert request is not None
         details = cast("StreamDetails", {**_ended(ending, request), "input_length": len(request.prompt)})
-        if cached := self._generation.cached_tokens:
+        if cached := self.generation.cached_tokens:
             details["cached_tokens"] = cached
         return details
 

@@ -16,7 +16,8 @@ trace                        trace_headers; the engine makes spans if --trtllm-o
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -98,28 +99,21 @@ class EngineCapabilities:
         return tuple(fields)
 
 
+@dataclass(slots=True, eq=False)
 class Parameters:
     """Builds the arguments of `generate_async`. Each call makes a new SamplingParams, because the engine modifies it."""
 
-    def __init__(
-        self,
-        library: Library,
-        capabilities: EngineCapabilities,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        adapters: LoraRequests | None = None,
-    ) -> None:
-        self._library = library
-        self._capabilities = capabilities
-        self._vocab_size = vocab_size
-        self._eos = eos_token_ids
-        self.adapters = LoraRequests(library.lora_request, {}) if adapters is None else adapters
-        self._salts = count()
+    library: Library
+    capabilities: EngineCapabilities
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    adapters: LoraRequests
+    _salts: Iterator[int] = field(default_factory=count)
 
     def problem(self, sequence: NewSequence) -> str | None:
         """Return an error that names the first unsupported parameter of `sequence`; None if there is none."""
         sampling = sequence.sampling
-        reasons = dict(self._capabilities.unsupported)
+        reasons = dict(self.capabilities.unsupported)
         used = {
             **{name: getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _DRAWING},
             "min_new_tokens": sequence.stopping.min_new_tokens > 0,
@@ -132,20 +126,20 @@ class Parameters:
             if is_used and name in reasons:
                 return f"{name} is not supported: {reasons[name]}"
         length = len(sequence.prompt)
-        longest = self._capabilities.longest_prompt
+        longest = self.capabilities.longest_prompt
         if longest is not None and length > longest:
             return (
                 f"the prompt has {length} tokens, and this engine computes at most {longest} (max_num_tokens) at once"
             )
-        if sequence.logprobs.prompt and 4 * length * self._vocab_size > MAX_SCORED_BYTES:
-            most = MAX_SCORED_BYTES // (4 * self._vocab_size)
+        if sequence.logprobs.prompt and 4 * length * self.vocab_size > MAX_SCORED_BYTES:
+            most = MAX_SCORED_BYTES // (4 * self.vocab_size)
             return f"the prompt has {length} tokens, and log-probabilities are computed for at most {most}"
         if sampling.frequency_penalty and (sampling.output_frequency_penalty or sampling.output_presence_penalty):
             return "frequency_penalty cannot be combined with output_frequency_penalty or output_presence_penalty"
         if sequence.grammar is not None:
             if not sequence.grammar.text:
                 return "the grammar is empty"  # TensorRT-LLM would ignore it
-            if sequence.grammar.kind not in self._capabilities.grammar_kinds:
+            if sequence.grammar.kind not in self.capabilities.grammar_kinds:
                 return f"grammars of kind {sequence.grammar.kind.value} are not supported"
             if sequence.generated_tokens:
                 return "a sequence with a grammar cannot continue: guided decoding begins with the first new token"
@@ -153,13 +147,13 @@ class Parameters:
 
     def may_abort(self, sequence: NewSequence) -> bool:
         """Return False if the engine would crash when this request is aborted: it has to run to its end."""
-        return self._capabilities.aborts_scored or "logprobs" not in self._logprobs(sequence)
+        return self.capabilities.aborts_scored or "logprobs" not in self._logprobs(sequence)
 
     def arguments(self, sequence: NewSequence) -> dict[str, Any]:
         """Return the keywords of `generate_async`. Raises ValueError or TypeError if SamplingParams refuses a value."""
         arguments: dict[str, Any] = {
             "inputs": {"prompt_token_ids": list(sequence.prompt)},
-            "sampling_params": self._library.sampling_params(**self.sampling(sequence)),
+            "sampling_params": self.library.sampling_params(**self.sampling(sequence)),
             "streaming": True,
         }
         if sequence.logprobs.prompt:
@@ -167,7 +161,7 @@ class Parameters:
             arguments["cache_salt"] = f"scored-{next(self._salts)}"
         elif sequence.cache_salt:
             arguments["cache_salt"] = sequence.cache_salt
-        if sequence.priority and self._library.has_priorities:
+        if sequence.priority and self.library.has_priorities:
             arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
         if sequence.trace is not None:
             headers = {"traceparent": sequence.trace.traceparent, "tracestate": sequence.trace.tracestate}
@@ -177,7 +171,7 @@ class Parameters:
         if sequence.rank:
             # Relaxed, it could go to a rank that the router takes for full. Unset, 1.2 cannot sort its queue (PR #14276).
             bound = {"attention_dp_rank": sequence.rank - 1, "attention_dp_relax": False}
-            arguments["scheduling_params"] = self._library.scheduling_params(**bound)
+            arguments["scheduling_params"] = self.library.scheduling_params(**bound)
         return arguments
 
     def sampling(self, sequence: NewSequence) -> dict[str, Any]:
@@ -188,23 +182,23 @@ class Parameters:
             "include_stop_str_in_output": True,
             **self._stopping(sequence),
             **self._drawing(sequence.sampling),
-            **(self._penalties(sequence) if self._capabilities.penalties else {}),
+            **(self._penalties(sequence) if self.capabilities.penalties else {}),
             **self._logprobs(sequence),
         }
         drawn = sequence.sampling
         if drawn.logit_bias_ids or drawn.allowed_token_ids:
-            bias = np.full(self._vocab_size, _FORBIDDEN if drawn.allowed_token_ids else 0, dtype=np.float32)
+            bias = np.full(self.vocab_size, _FORBIDDEN if drawn.allowed_token_ids else 0, dtype=np.float32)
             bias[list(drawn.allowed_token_ids)] = 0
             np.add.at(bias, list(drawn.logit_bias_ids), drawn.logit_bias_values)
             keywords["embedding_bias"] = bias
         if sequence.grammar is not None:
-            keywords["guided_decoding"] = self._library.guided_decoding_params(**self._guide(sequence.grammar))
+            keywords["guided_decoding"] = self.library.guided_decoding_params(**self._guide(sequence.grammar))
         return keywords
 
     def _guide(self, grammar: Grammar) -> dict[str, str]:
         key = _GUIDES[grammar.kind]
         text = grammar.text
-        if grammar.kind is GrammarKind.JSON_SCHEMA and GrammarKind.LARK in self._capabilities.grammar_kinds:
+        if grammar.kind is GrammarKind.JSON_SCHEMA and GrammarKind.LARK in self.capabilities.grammar_kinds:
             # Only llguidance has Lark, and options for whitespace and separators.
             schema = json.loads(text)
             if isinstance(schema, dict):  # `true` and `false` are schemas too
@@ -213,7 +207,7 @@ class Parameters:
 
     def _logprobs(self, sequence: NewSequence) -> dict[str, int]:
         wanted, keywords = sequence.logprobs, dict[str, int]()
-        if self._capabilities.logprobs and (wanted.tokens or wanted.top_n):
+        if self.capabilities.logprobs and (wanted.tokens or wanted.top_n):
             keywords["logprobs"] = max(1, wanted.top_n)
         if wanted.prompt:
             keywords["prompt_logprobs"] = max(1, wanted.prompt_top_n)
@@ -225,11 +219,11 @@ class Parameters:
         stops = set(stopping.stop_token_ids)
         if stopping.eos_token_ids:
             # Prefer the model's first EOS token: min_tokens, for one, holds off end_id only.
-            end = next((i for i in self._eos if i in stopping.eos_token_ids), min(stopping.eos_token_ids))
+            end = next((i for i in self.eos_token_ids if i in stopping.eos_token_ids), min(stopping.eos_token_ids))
             keywords["end_id"] = end
             stops |= stopping.eos_token_ids - {end}
         else:
-            keywords["end_id"] = self._eos[0] if self._eos else -1  # None would require a tokenizer
+            keywords["end_id"] = self.eos_token_ids[0] if self.eos_token_ids else -1  # None would require a tokenizer
             keywords["ignore_eos"] = True
         keywords["pad_id"] = max(0, keywords["end_id"])
         if stops:
@@ -242,9 +236,9 @@ class Parameters:
         if sampling.greedy:
             return {"top_k": 1}
         keywords: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if 0 < sampling.top_k < self._vocab_size:  # larger values mean the whole vocabulary
+        if 0 < sampling.top_k < self.vocab_size:  # larger values mean the whole vocabulary
             keywords["top_k"] = sampling.top_k
-        if self._capabilities.penalties:
+        if self.capabilities.penalties:
             keywords["seed"] = sampling.seed
             if sampling.min_p:
                 keywords["min_p"] = sampling.min_p

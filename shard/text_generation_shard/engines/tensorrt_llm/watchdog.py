@@ -8,7 +8,7 @@ hang: iterations count as progress, and each waiting prompt token extends the ti
 import faulthandler
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from text_generation_common.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_shard.processes import Process, command, descendants
@@ -35,24 +35,18 @@ class Activity:
     """Time of the last output, iteration, or submission to an idle engine."""
 
 
+@dataclass(slots=True, eq=False)
 class Watchdog:
     """Calls `on_broken` with a reason, at most once, from a thread of its own."""
 
-    def __init__(
-        self,
-        is_healthy: Callable[[], bool],
-        activity: Callable[[], Activity],
-        hang_timeout_s: float,
-        on_broken: Callable[[str], None],
-    ) -> None:
-        self._processes: Sequence[Process] = ()
-        self._is_healthy = is_healthy
-        self._activity = activity
-        self._hang_timeout_s = hang_timeout_s
-        self._on_broken = on_broken
-        self._silence = Silence()
-        self._last_sign: float | None = None
-        self._closing = threading.Event()
+    is_healthy: Callable[[], bool]
+    activity: Callable[[], Activity]
+    hang_timeout_s: float
+    on_broken: Callable[[str], None]
+    _processes: Sequence[Process] = ()
+    _silence: Silence = field(default_factory=Silence)
+    _last_sign: float | None = None
+    _closing: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="tensorrt-llm watchdog", daemon=True).start()
@@ -70,15 +64,15 @@ class Watchdog:
             if not process.is_alive:
                 return f"worker process {process.pid} of the engine died"
         try:
-            if not self._is_healthy():
+            if not self.is_healthy():
                 return "the engine says that it is not healthy"
         except Exception as error:  # noqa: BLE001 - an engine that cannot answer is not healthy
             return f"the engine does not say whether it is healthy: {type(error).__name__}: {error}"
-        activity = self._activity()
+        activity = self.activity()
         self._silence.record(sign=activity.running == 0 or activity.last_sign != self._last_sign)
         self._last_sign = activity.last_sign
-        limit_s = self._hang_timeout_s + SECONDS_PER_PROMPT_TOKEN * activity.waiting_prompt_tokens
-        if self._hang_timeout_s > 0 and self._silence.exceeds(limit_s):
+        limit_s = self.hang_timeout_s + SECONDS_PER_PROMPT_TOKEN * activity.waiting_prompt_tokens
+        if self.hang_timeout_s > 0 and self._silence.exceeds(limit_s):
             silent_s = self._silence.seconds
             return f"the engine has brought nothing for {silent_s:.0f} s, with {activity.running} requests running"
         return None
@@ -88,5 +82,5 @@ class Watchdog:
             if (reason := self.check()) is not None:
                 if not self._closing.is_set():
                     faulthandler.dump_traceback(2)  # sys.stderr may be None
-                    self._on_broken(reason)
+                    self.on_broken(reason)
                 return

@@ -19,6 +19,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.library import load_library
+from text_generation_shard.engines.tensorrt_llm.lora import LoraRequests
 from text_generation_shard.engines.tensorrt_llm.parameters import EngineCapabilities, Parameters
 
 PROMPT = tuple(range(100, 120))
@@ -62,7 +63,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             model = model_folder(folder / "model")
             (model / "tokenizer.json").touch()
             construction = constructed(library, model, options)
-        parameters = Parameters(library, construction.capabilities, VOCAB_SIZE, (EOS, 3))
+        parameters = Parameters(library, construction.capabilities, VOCAB_SIZE, (EOS, 3), LoraRequests(object, {}))
         yield SetUp(request.param, construction, parameters, library.guided_decoding_params)
 
 
@@ -256,7 +257,7 @@ def test_an_engine_without_gathered_logits_has_no_logprobs(setup: SetUp, tmp_pat
     model = fill(tmp_path / "engines", config, RANKS)
     shard = ShardConfig(engine="tensorrt-llm", model_path=str(model), tensor_parallel=2)
     capabilities = construct_compiled(shard, compiled_engine(model), {}).capabilities
-    parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, ())
+    parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, (), LoraRequests(object, {}))
     assert "top_n is not supported" in str(parameters.problem(sequence(logprobs=LogprobOptions(1))))
     assert "logprobs" not in parameters.sampling(sequence())
 
@@ -284,7 +285,7 @@ def test_guides_of_xgrammar(version: str, monkeypatch: pytest.MonkeyPatch) -> No
     }
     with importable(version, monkeypatch):
         capabilities = EngineCapabilities(penalties=True, prompt_logprobs=False, grammar_kinds=tuple(guides))
-        parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, (EOS,))
+        parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, (EOS,), LoraRequests(object, {}))
         for kind, name in guides.items():
             constrained = sequence(grammar=Grammar(kind, "x"))
             assert parameters.problem(constrained) is None

@@ -15,6 +15,7 @@ from trtllm_engines import constructed
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Stopping
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import load_library
+from text_generation_shard.engines.tensorrt_llm.lora import LoraRequests
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
@@ -29,7 +30,7 @@ class Requests:
         library = load_library()
         construction = constructed(library, folder, options)
         self.llm = library.llm(**construction.keywords)
-        self.parameters = Parameters(library, construction.capabilities, 4096, (2,))
+        self.parameters = Parameters(library, construction.capabilities, 4096, (2,), LoraRequests(object, {}))
         self.broken: list[str] = []
         self.loop = RequestLoop(self.llm, library.request_error, self.broken.append)
         stack.callback(self.loop.close)

@@ -139,29 +139,20 @@ class RowCache:
             self._left += self._rows.pop(next(iter(self._rows))).nbytes
 
 
+@dataclass(slots=True, eq=False)
 class ImageSteps:
-    """Encodes the images of the sequences of a table, at most about `budget` tokens of them at once.
+    """Encodes the images of the sequences of a table, at most about `budget` tokens of them at once."""
 
-    `bidirectional`: a token of an image attends to later ones, so that one chunk has all tokens of an image that are not computed.
-    """
-
-    def __init__(
-        self,
-        encoder: ImageEncoder,
-        budget: int,
-        is_device_broken: Callable[[], bool],
-        *,
-        bidirectional: bool = False,
-    ) -> None:
-        self.encoder = encoder
-        self._bidirectional = bidirectional
-        self.most_tokens = 0
-        """Prompt tokens of the largest step, which the warm-up sets."""
-        self.encoding = 0
-        """Tokens of the image that is being encoded."""
-        self._budget = budget
-        self._is_device_broken = is_device_broken
-        """Returns True if no step can be computed after an error. (Ranks still agree after one in an encoder, which rank 0 alone runs.)"""
+    encoder: ImageEncoder
+    budget: int
+    is_device_broken: Callable[[], bool]
+    """Returns True if no step can be computed after an error. (Ranks still agree after one in an encoder, which rank 0 alone runs.)"""
+    bidirectional: bool = False
+    """A token of an image attends to later ones, so that one chunk has all tokens of an image that are not computed."""
+    most_tokens: int = 0
+    """Prompt tokens of the largest step, which the warm-up sets."""
+    encoding: int = 0
+    """Tokens of the image that is being encoded."""
 
     def advance(self, table: SequenceTable) -> tuple[list[Failure], int]:
         """Encode images that chunks wait for; return the sequences that were dropped, and the tokens encoded."""
@@ -176,7 +167,7 @@ class ImageSteps:
                         if not (inputs := picture.inputs()).done():  # its rows were kept, and are no longer
                             sequence.pending_images = inputs
                             break
-                        if tokens and tokens + len(picture.places) > self._budget:
+                        if tokens and tokens + len(picture.places) > self.budget:
                             return failed, tokens
                         tokens += len(picture.places)
                         self.encoding = len(picture.places)
@@ -190,7 +181,7 @@ class ImageSteps:
             except ImageError as error:
                 failed.append(table.drop(sequence, error.code, str(error)))
             except Exception as error:
-                if self._is_device_broken():
+                if self.is_device_broken():
                     raise
                 failed.append(table.drop(sequence, FailureCode.STEP, f"an image is not encoded: {typed_line(error)}"))
             finally:
@@ -221,7 +212,7 @@ class ImageSteps:
             upload(np.concatenate(places), torch.int64, device) if places else None,
             torch.cat(parts, dim=1) if parts else None,
             self._positions(rows, device),
-            upload(ahead, torch.int32, device) if self._bidirectional and places else None,
+            upload(ahead, torch.int32, device) if self.bidirectional and places else None,
         )
 
     def of_prediction(self, rows: StepRows, device: torch.device) -> StepImages | None:
@@ -261,7 +252,7 @@ class ImageSteps:
 
     def _take(self, sequence: StepSequence, images: PromptImages) -> None:
         sequence.images = images
-        if self._bidirectional:
+        if self.bidirectional:
             sequence.whole_images = [(each.start, each.end) for each in images.pictures]
             if (largest := max(end - first for first, end in sequence.whole_images)) > self.most_tokens:
                 raise ImageError(
