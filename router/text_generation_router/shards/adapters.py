@@ -127,7 +127,8 @@ class ReplicaAdapters:
                     self._look.clear()
 
     async def _drop_unused(self) -> None:
-        for name in [each for each in self._leaving if not self._is_used(each)]:
+        used = {each.request.adapter for each in self.scheduler.requests.values()}
+        for name in [each for each in self._leaving if each not in used]:
             await self._drop(name)
 
     async def _drop(self, name: str) -> None:
@@ -142,9 +143,6 @@ class ReplicaAdapters:
                     log.warning("a replica did not unload an adapter", adapter=name, reason=reason)
             del self._leaving[name]
         log.info("LoRA adapter unloaded", adapter=name)
-
-    def _is_used(self, name: str) -> bool:
-        return any(each.request.adapter == name for each in self.scheduler.requests.values())
 
     async def _on_all(self, name: str, path: str | None) -> list[Error]:
         """Load or unload an adapter on all replicas at once; return the errors."""
