@@ -29,7 +29,7 @@ from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.adapters import read_adapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
-from text_generation_shard.engines import build_engine
+from text_generation_shard.engines import build_engine, choose_code
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 
@@ -271,6 +271,28 @@ def test_a_model_of_transformers_that_cannot_be_divided_is_refused(
     settings = settings_of(tmp_path, "transformers") | {"world_size": ranks, "group_address": f"unix://{tmp_path}/none"}
     with pytest.raises(EngineError, match=rf"is not divided by --num-shard: {problem}"):
         build_engine(ShardConfig(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "native"),
+    [
+        ("qwen3_next", 2, True),
+        ("qwen3_next", 4, False),
+        ("qwen3_5_text", 3, False),
+        ("falcon_h1", 2, True),
+        ("falcon_h1", 3, False),
+        ("bamba", 4, False),
+        ("olmo_hybrid", 2, False),
+        ("lfm2", 2, False),
+    ],
+)
+def test_states_that_ranks_cannot_divide_are_left_to_transformers(
+    family: str, ranks: int, native: bool, tmp_path: Path
+) -> None:
+    native_configs(SHAPE, head_dim=16, wide_head_dim=24)[family].save_pretrained(tmp_path)
+    settings = settings_of(tmp_path, "auto") | {"world_size": ranks, "group_address": f"unix://{tmp_path}/none"}
+    choice = choose_code(ShardConfig(**settings))  # type: ignore[arg-type]
+    assert (choice.model is not None) == native, choice.reason
 
 
 def check_division(folder: Path, tmp_path: Path, model_impl: str) -> None:

@@ -78,14 +78,13 @@ class StateConfig:
         return self.heads * self.value_width
 
     def divides(self, ranks: int) -> bool:
-        """Return True if ranks can have parts of the layers: whole groups of heads of Mamba, if their outputs are normed together.
+        """Return True if ranks can have parts of the layers: whole groups of heads, or a part of one if its outputs are not normed together.
 
         OLMo Hybrid norms the heads of its attention together.
         """
-        has_groups = self.groups % ranks == 0 or not (self.has_norm or ranks % self.groups)
-        return (self.family.kind == "delta_net" and not self.family.separate) or (
-            self.family.kind == "mamba" and has_groups
-        )
+        if self.family.kind == "short_convolution" or self.family.separate or self.heads % ranks:
+            return False
+        return self.groups % ranks == 0 or not (self.has_norm or ranks % self.groups)
 
     def layer_weights(self, hidden_size: int) -> int:
         if self.family.kind == "short_convolution":
