@@ -26,6 +26,7 @@ from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.images import ImageSteps
 from text_generation_shard.engines.torch.engine.trace import StepTrace
+from text_generation_shard.engines.torch.engine.worker import TPWorker
 from text_generation_shard.engines.torch.kernels.operands import (
     ACTIVATIONS,
     AdapterStack,
@@ -382,8 +383,8 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         encoder = load_images(config, dtype, CPU) if info.max_images else None
         sizes, rotates = (info.max_slots, info.max_sequence_length), encoder is not None and encoder.rotates
         runner = DeviceRunner(decoder, kernels, ALONE, shape, *sizes, shifts_positions=rotates)
-        memory = DeviceMemory(CPU, 0.4)
-        executor = Executor(runner, memory, ALONE, weights.adapters, info.max_loras, runs_ahead=True)
+        worker = TPWorker(runner, DeviceMemory(CPU, 0.4), weights.adapters)
+        executor = Executor(worker, ALONE, info.max_loras, runs_ahead=True)
         if encoder is not None:
             budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
             executor.images = ImageSteps(encoder, budget, executor.is_device_broken, bidirectional=bidirectional)

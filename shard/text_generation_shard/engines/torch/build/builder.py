@@ -86,21 +86,10 @@ class EngineBuilder:
         has_adapters = bool(self.info.max_loras)
         return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=has_adapters, shifts_positions=shifts)
 
-    def executor(
-        self, runner: Runner, group: ParallelGroup | None = None, encoder: ImageEncoder | None = None
-    ) -> Executor:
+    def executor(self, runner: Runner, group: ParallelGroup, host: HostCopies | None = None) -> Executor:
         """Return the executor of rank 0 of a group."""
-        runs_ahead = self.device.type == "cuda"
-        store, places = self.adapters, self.info.max_loras
-        executor = Executor(runner, self._memory, group or self.group, store, places, runs_ahead=runs_ahead)
-        if encoder is not None:
-            executor.images = ImageSteps(
-                encoder,
-                self._config.max_batch_image_tokens,
-                executor.is_device_broken,
-                bidirectional=runner.bidirectional_images,
-            )
-        return executor
+        worker = TPWorker(runner, self._memory, self.adapters, host)
+        return Executor(worker, group, self.info.max_loras, runs_ahead=self.device.type == "cuda")
 
     def _encoder(self) -> ImageEncoder | None:
         if not self.info.max_images:
@@ -119,7 +108,7 @@ class EngineBuilder:
         if config.host_cache_bytes:
             host = HostCopies(config.host_cache_fd, config.host_cache_start, config.host_cache_bytes, self.device)
         if config.rank > 0:
-            execute = TPWorker(runner, self._memory, self.device, self.adapters, host).execute
+            execute = TPWorker(runner, self._memory, self.adapters, host).execute
             return FollowerEngine(self.info, self._config.rank, self.group.follower, execute)
         trace = StepTrace(self._config.trace_steps) if self._config.trace_steps else None
         predicted = EAGLE if config.speculator else MTP
@@ -129,8 +118,10 @@ class EngineBuilder:
                 "drafts are taken as right at random: texts are not those of the model", tokens_per_step=accepted
             )
             drafter.accept_synthetically(accepted, self.info.vocab_size)
-        executor = self.executor(runner, encoder=self._encoder())
-        executor.host = host
+        executor = self.executor(runner, self.group, host)
+        if (encoder := self._encoder()) is not None:
+            budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
+            executor.images = ImageSteps(encoder, budget, executor.is_device_broken, bidirectional=bidirectional)
         return TorchEngine(self.info, executor, self._grammars, trace, drafter)
 
 

@@ -31,14 +31,10 @@ from text_generation_shard.engines.torch.device.copies import (
     pinned_ints,
     upload,
 )
-from text_generation_shard.engines.torch.device.host_cache import HostCopies
-from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.images import ImageSteps, shift_of
 from text_generation_shard.engines.torch.engine.in_flight import StepInFlight
-from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.engine.warm_up import with_host_blocks
-from text_generation_shard.engines.torch.engine.worker import CALL, PREDICT, STEP, spare_bytes
-from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
+from text_generation_shard.engines.torch.engine.worker import CALL, PREDICT, STEP, TPWorker
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
@@ -51,36 +47,24 @@ CONFIRM_S = 0.001
 class Executor:
     """The model and the KV cache of a device, on rank 0. With `runs_ahead`, steps are launched before the tokens of the last one are known."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        memory: DeviceMemory,
-        group: ParallelGroup,
-        adapters: AdapterStore | None = None,
-        places: int = 0,
-        *,
-        runs_ahead: bool,
-    ) -> None:
-        """`places`: LoRA adapters on the device at a time."""
+    def __init__(self, worker: TPWorker, group: ParallelGroup, places: int = 0, *, runs_ahead: bool) -> None:
+        """`worker`: that of this rank; `places`: LoRA adapters on the device at a time."""
         self.runs_ahead = runs_ahead
         self.images: ImageSteps | None = None
         """None if the model takes no images."""
-        self.host: HostCopies | None = None
-        """None if there is no host cache."""
+        self._worker = worker
+        self._runner, self.host, self._adapters = worker.runner, worker.host, worker.adapters
         self._unconfirmed: list[CopyEnd] = []
         """Copies that have ended here, and not yet on all ranks."""
-        self._adapters = adapters
         self._places: dict[str, int] = {}
         """The place of each LoRA adapter on the device, from 1 on; the one used least recently first."""
         self._free_places = list(range(places, 0, -1))
-        self._runner = runner
-        self._memory = memory
         self._group = group
-        self._device = runner.device
-        self.kinds, self.block_bytes = runner.kinds, runner.block_bytes
+        self._device = worker.runner.device
+        self.kinds, self.block_bytes = self._runner.kinds, self._runner.block_bytes
         """The groups of the KV cache, and bytes of their blocks."""
-        self.has_states = runner.kinds[-1].is_state
-        self.predicts = runner.predicts > 0
+        self.has_states = self.kinds[-1].is_state
+        self.predicts = self._runner.predicts > 0
         self._pinned = PinnedBuffers(self._device)
         self._events = EventRecorder(self._device)
 
@@ -146,24 +130,15 @@ class Executor:
 
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Replace the KV cache by one with so many blocks of each group. Raises torch.OutOfMemoryError."""
-        self._call("allocate", num_blocks)
-        if self.host is not None:  # its views would keep the old cache
-            self.host.allocate((), ())
-        self._runner.allocate(num_blocks)
+        self._on_all_ranks("allocate", num_blocks)
 
     def with_host_blocks(
         self, info: EngineInfo, limits: WarmUpLimits, groups: tuple[CacheGroup, ...]
     ) -> tuple[CacheGroup, ...]:
         """Divide the smallest host cache of all ranks into blocks of each group; return the groups with these. Raises InsufficientMemory."""
-        if self.host is None:
-            return groups
-        self._call("host_bytes")
-        if not (size := min([self.host.size, *self._replies()])):
-            return groups
-        groups = with_host_blocks(groups, info, limits, self.block_bytes, size)
-        numbers = [group.host_blocks for group in groups]
-        self._call("allocate_host", numbers)
-        self.host.allocate(numbers, self._runner.block_parts())
+        if size := min(self._on_all_ranks("host_bytes")):
+            groups = with_host_blocks(groups, info, limits, self.block_bytes, size)
+            self._on_all_ranks("allocate_host", [group.host_blocks for group in groups])
         return groups
 
     def begin_copy(self, copy: Copy, on_end: Callable[[], None]) -> None:
@@ -202,18 +177,15 @@ class Executor:
             self._unconfirmed.clear()
 
     def begin_measuring(self) -> None:
-        self._call("begin_measuring")
-        self._memory.begin_measuring()
+        self._on_all_ranks("begin_measuring")
 
     def spare_bytes(self) -> int:
         """Return the usable memory minus the peak since `begin_measuring`, in bytes."""
-        self._call("spare_bytes")
-        return min([spare_bytes(self._runner, self._memory), *self._replies()])
+        return min(self._on_all_ranks("spare_bytes"))
 
     def ready(self, max_tokens: int | None = None) -> None:
         """Prepare what depends on the final size of the KV cache; if given, only for steps of at most `max_tokens` tokens."""
-        self._call("ready")
-        self._runner.capture(max_tokens=max_tokens)
+        self._on_all_ranks("ready", max_tokens)
 
     def is_broken_by(self, error: Exception) -> bool:
         """Return True if no step can be computed after this error: any in a group, whose ranks disagree then, or one of the device."""
@@ -240,7 +212,7 @@ class Executor:
             self.host.close()
         self._runner.allocate([0 for _ in self.kinds])
         self._group.close()
-        del self._runner
+        del self._runner, self._worker
 
     def _plan(self, rows: StepRows, *, greedy: bool, memory: Allocate | None = None) -> StepPlan:
         memory = memory or self._pinned_memory
@@ -271,9 +243,9 @@ class Executor:
     def load_adapter(self, name: str, folder: str) -> Iterator[None]:
         """Load a LoRA adapter on all ranks; yields while one of them reads it. Raises EngineError."""
         assert self._adapters is not None, "the shard has room for adapters"
-        self._on_all_ranks("read", name, folder)
+        self._on_all_ranks("adapter", "read", name, folder)
         try:
-            while min(states := self._on_all_ranks("loaded", name)) < 0:
+            while min(states := self._on_all_ranks("adapter", "loaded", name)) < 0:
                 yield
             if (problem := self._adapters.problem(name)) is not None:
                 raise problem
@@ -290,20 +262,19 @@ class Executor:
                 if not self._free_places:
                     self._free_places.append(self._places.pop(next(each for each in self._places if each not in names)))
                 place = self._free_places.pop()
-                self._on_all_ranks("place", name, place - 1)
+                self._on_all_ranks("adapter", "place", name, place - 1)
             self._places[name] = place
 
     def drop_adapter(self, name: str) -> None:
         """Free a LoRA adapter that no sequence has."""
         if (place := self._places.pop(name, None)) is not None:
             self._free_places.append(place)
-        self._on_all_ranks("drop", name)
+        self._on_all_ranks("adapter", "drop", name)
 
-    def _on_all_ranks(self, command: str, name: str, argument: str | int = "") -> list[int]:
-        """Return the replies of all ranks, if there are any."""
-        assert self._adapters is not None
-        self._call("adapter", command, name, argument)
-        own = self._adapters.change(command, name, argument)
+    def _on_all_ranks(self, name: str, *arguments: object) -> list[int]:
+        """Call a method of the `TPWorker` of each rank; return the replies, if there are any."""
+        self._call(name, *arguments)
+        own = self._worker.call(name, *arguments)
         return [] if own is None else [own, *self._replies()]
 
     def _pinned_memory(self, length: int) -> Ints:

@@ -1,4 +1,4 @@
-"""The worker of a follower rank: executes the commands that rank 0 broadcasts, in the same order.
+"""The worker of a rank: executes the commands of rank 0, which broadcasts them to the others, in the same order.
 
 STEP and PREDICT carry plans. All others are CALLs: JSON with the name of a method of `TPWorker`, after `on_`, and its arguments.
 """
@@ -31,15 +31,16 @@ class TPWorker:
         self,
         runner: Runner,
         memory: DeviceMemory,
-        device: torch.device,
-        adapters: AdapterStore | None,
-        host: HostCopies | None,
+        adapters: AdapterStore | None = None,
+        host: HostCopies | None = None,
     ) -> None:
+        device = runner.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._runner = runner
+        self.runner = runner
         self._memory = memory
-        self._adapters = adapters
-        self._host = host
+        self.adapters = adapters
+        self.host = host
+        """None if there is no host cache."""
         self._copied: dict[int, int] = {}
         """The number of blocks that failed of the copies that have ended, by number."""
         self._pinned = PinnedBuffers(device)
@@ -55,87 +56,86 @@ class TPWorker:
             # The current stream is per thread, and a follower runs in its own thread.
             torch.cuda.set_stream(self._stream)
         if kind == CALL:
-            name, *arguments = json.loads(bytes(payload))
-            reply: int | None = getattr(self, f"on_{name}")(*arguments)
-            return reply
+            return self.call(*json.loads(bytes(payload)))
         run = self._step if kind == STEP else self._predict
         run(np.frombuffer(payload, dtype=np.int32))
         self._images = None
         return None
 
+    def call(self, name: str, *arguments: object) -> int | None:
+        """Call a method by its name after `on_`; returns its reply, if it has one."""
+        reply: int | None = getattr(self, f"on_{name}")(*arguments)
+        return reply
+
     def _step(self, received: Ints) -> None:
         numbers = self._pinned.take(received.size).numpy()
         numbers[:] = received
-        self._hidden = self._runner.start(StepPlan.read(numbers), self._images).normed
+        self._hidden = self.runner.start(StepPlan.read(numbers), self._images).normed
 
     def _predict(self, received: Ints) -> None:
         drafts, *counts = received[:3].tolist()
         inputs, outputs, plan = np.split(received[3:], np.cumsum(counts))
-        numbers = pinned_ints(plan.size, self._runner.device)
+        numbers = pinned_ints(plan.size, self.runner.device)
         numbers[:] = plan
         rows = inputs.tolist(), outputs.tolist()
-        self._runner.predict(StepPlan.read(numbers), *rows, self._images, drafts=bool(drafts))
+        self.runner.predict(StepPlan.read(numbers), *rows, self._images, drafts=bool(drafts))
 
     def on_images(self, *sizes: tuple[str, Sequence[int]] | None) -> None:
         """Receive the images of the next step: tensors of `StepImages` with these data types and shapes."""
-        device = self._runner.device
+        device = self.runner.device
         tensors = (each and torch.empty(each[1], dtype=getattr(torch, each[0]), device=device) for each in sizes)
         self._images = StepImages(*tensors)
-        self._runner.broadcast_images(self._images)
+        self.runner.broadcast_images(self._images)
 
     def on_sampled(self) -> None:
-        self._runner.receive_sampled_tokens()
+        self.runner.receive_sampled_tokens()
 
     def on_logits(self, first: int, end: int) -> None:
-        self._runner.logits(self._hidden, first, end)
+        self.runner.logits(self._hidden, first, end)
 
     def on_allocate(self, num_blocks: Sequence[int]) -> None:
-        if self._host is not None:
-            self._host.allocate((), ())
-        self._runner.allocate(num_blocks)
+        if self.host is not None:  # its views would keep the old cache
+            self.host.allocate((), ())
+        self.runner.allocate(num_blocks)
 
     def on_begin_measuring(self) -> None:
         self._memory.begin_measuring()
 
     def on_spare_bytes(self) -> int:
-        return spare_bytes(self._runner, self._memory)
+        """Return the memory left after the largest step and all graphs; captures the largest graphs to measure them."""
+        spare = self._memory.spare_bytes()
+        before = self._memory.in_use()
+        graphs = self.runner.capture(only_largest=True)
+        taken = self._memory.in_use() - before
+        self.runner.drop_graphs()
+        return spare - taken - graphs * GRAPH_BYTES
 
-    def on_ready(self) -> None:
-        self._runner.capture()
+    def on_ready(self, max_tokens: int | None) -> None:
+        self.runner.capture(max_tokens=max_tokens)
 
-    def on_adapter(self, command: str, name: str, argument: str | int) -> int | None:
-        assert self._adapters is not None
-        return self._adapters.change(command, name, argument)
+    def on_adapter(self, command: str, name: str, argument: str | int = "") -> int | None:
+        assert self.adapters is not None
+        return self.adapters.change(command, name, argument)
 
     def on_host_bytes(self) -> int:
         """Return the bytes of the rank's part of the host cache; 0 if there is none."""
-        return 0 if self._host is None else self._host.size
+        return 0 if self.host is None else self.host.size
 
     def on_allocate_host(self, num_blocks: Sequence[int]) -> None:
-        assert self._host is not None
-        self._host.allocate(num_blocks, self._runner.block_parts())
+        assert self.host is not None
+        self.host.allocate(num_blocks, self.runner.block_parts())
 
     def on_copy(self, number: int, is_load: bool, groups: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: FBT001 – JSON
-        assert self._host is not None
-        self._host.begin(Copy(number, is_load, tuple(CopiedBlocks(*map(tuple, each)) for each in groups)), lambda: None)
+        assert self.host is not None
+        self.host.begin(Copy(number, is_load, tuple(CopiedBlocks(*map(tuple, each)) for each in groups)), lambda: None)
 
     def on_copied(self, number: int) -> int:
         """Return -1 if a copy has not ended, else the number of blocks that failed."""
-        assert self._host is not None
-        self._copied |= {end.number: len(end.failed) for end in self._host.take_ended()}
+        assert self.host is not None
+        self._copied |= {end.number: len(end.failed) for end in self.host.take_ended()}
         return self._copied.pop(number, -1)
 
     def on_end_copies(self) -> None:
-        if self._host is not None:
-            self._host.wait()
+        if self.host is not None:
+            self.host.wait()
             self._copied.clear()
-
-
-def spare_bytes(runner: Runner, memory: DeviceMemory) -> int:
-    """Return the memory left after the largest step and all graphs; captures the largest graphs to measure them."""
-    spare = memory.spare_bytes()
-    before = memory.in_use()
-    graphs = runner.capture(only_largest=True)
-    taken = memory.in_use() - before
-    runner.drop_graphs()
-    return spare - taken - graphs * GRAPH_BYTES

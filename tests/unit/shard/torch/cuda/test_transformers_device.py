@@ -21,6 +21,7 @@ from text_generation_shard.engines.torch.build.prepare import engine_info
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.worker import TPWorker
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.ops import Ops
 from text_generation_shard.engines.torch.layers.precision import Precision
@@ -72,7 +73,7 @@ class Served:
         shape = CacheShape(tuple(model.layers), CPU, model.dtype, state_bytes=model.states.block_bytes)
         served = model.with_ops(DeviceOps(kernels, ALONE, model.dtype))
         runner = DeviceRunner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
-        return Executor(runner, DeviceMemory(CPU, 0.4), ALONE, runs_ahead=True)
+        return Executor(TPWorker(runner, DeviceMemory(CPU, 0.4)), ALONE, runs_ahead=True)
 
     def check_greedy_tokens(self) -> None:
         engine = TorchEngine(self.info, self.executor())
