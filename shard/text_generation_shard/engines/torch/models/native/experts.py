@@ -60,8 +60,9 @@ class Experts:
         self._inner = tp.even(config.inner, "inner values of an expert")
         self._shared = shared
         merged = shared is None and config.shared_inner > 0
-        self._shared_name = f"{layer}{config.family.shared_module}." if merged else ""
-        count = config.count + merged
+        self._names = [f"{self._prefix}experts.{expert}." for expert in range(config.count)]
+        self._names += [f"{layer}{config.family.shared_module}."] if merged else []
+        count = len(self._names)
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
@@ -93,17 +94,14 @@ class Experts:
     def _projections(self, hidden: int) -> list[list[list[Projection]]]:
         """Return the projections of each expert, in the order of their rows: of gate and up, and of down."""
         whole, family = ShardRange.whole(hidden), self._config.family
-        names = [f"{self._prefix}experts.{expert}." for expert in range(self._config.count)]
-        if self._shared_name:
-            names.append(self._shared_name)
         if family.clamped:
             rows = _doubled(self._inner)
-            gate_up = [[Projection(f"{name}gate_up_proj", rows, whole)] for name in names]
+            gate_up = [[Projection(f"{name}gate_up_proj", rows, whole)] for name in self._names]
         else:
             inner = family.names[not self._activation.has_gate : 2]
-            gate_up = [[Projection(name + each, self._inner, whole) for each in inner] for name in names]
+            gate_up = [[Projection(name + each, self._inner, whole) for each in inner] for name in self._names]
         down = "down_proj" if family.clamped else family.names[2]
-        return [gate_up, [[Projection(name + down, whole, self._inner)] for name in names]]
+        return [gate_up, [[Projection(name + down, whole, self._inner)] for name in self._names]]
 
     def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm | None, after: RMSNorm | None) -> None:
         if before is not None and self._shared is None and after is None:
@@ -144,7 +142,7 @@ class Experts:
             parameters |= self._shared.named_parameters()
         if self._shared_gate is not None:
             parameters[f"{prefix}shared_expert_gate.weight"] = self._shared_gate.weight
-        if self._shared_name:
+        if self._routing.has_shared:
             parameters[f"{prefix}shared_expert_gate.weight"] = self._router.weight[
                 self._config.count : self._config.count + 1
             ]
@@ -153,10 +151,8 @@ class Experts:
             parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(router), other=other)
         for each in self._packed:
             parameters |= each.named_parameters()
-        for expert in range(0 if self._packed else self._config.count):
-            parameters |= self._of_expert(expert)
-        if self._shared_name and not self._packed:
-            parameters |= self._of_shared()
+        for expert, name in enumerate(() if self._packed else self._names):
+            parameters |= self._of_expert(expert, name)
         return parameters | self._biases()
 
     def process_weights_after_loading(self) -> None:
@@ -171,17 +167,20 @@ class Experts:
         if self._shared is not None:
             self._shared.pack()
 
-    def _of_expert(self, expert: int) -> dict[str, ParameterShard]:
+    def _of_expert(self, expert: int, prefix: str) -> dict[str, ParameterShard]:
         """Return the weights of an expert: gate, up and down, or those of gpt-oss, which has one for interleaved gate and up.
 
         A checkpoint may have them in `gate_up_proj` and `down_proj` of all experts: those of gpt-oss and Qwen3-VL are transposed.
+        The shared expert is not among them.
         """
-        config, inner, prefix = self._config, self._inner, f"{self._prefix}experts.{expert}."
+        config, inner = self._config, self._inner
         gate_up, down = self._gate_up.weight[expert], self._down.weight[expert]
         hidden, transposed = gate_up.shape[1], config.family.clamped or config.transposed
         fused_gate_up, fused_down = config.family.fused_names
 
-        def source(name: str, outputs: int, inputs: int, first_row: int = 0) -> OtherSource:
+        def source(name: str, outputs: int, inputs: int, first_row: int = 0) -> OtherSource | None:
+            if expert == config.count:
+                return None
             sizes = (inputs, outputs) if transposed else (outputs, inputs)
             return OtherSource(
                 f"{self._fused}{name}", (config.count, *sizes), expert, transposed=transposed, first_row=first_row
@@ -207,15 +206,6 @@ class Experts:
         ]
         names = (f"{prefix}{name}.weight" for name in config.family.names[2 - count :])
         return dict(zip(names, (*parts, down_part), strict=True))
-
-    def _of_shared(self) -> dict[str, ParameterShard]:
-        """Return the weights of the shared expert, the last one."""
-        gate_up, inner = self._gate_up.weight[-1], self._inner
-        whole, starts = (inner.total, gate_up.shape[1]), (inner.start, 0)
-        parts = [ParameterShard(part, whole, starts) for part in gate_up.chunk(2)]
-        parts.append(ParameterShard(self._down.weight[-1], whole[::-1], starts[::-1]))
-        names = (f"{self._shared_name}{name}.weight" for name in self._config.family.names)
-        return dict(zip(names, parts, strict=True))
 
     def _biases(self) -> dict[str, ParameterShard | Tensor]:
         biases: dict[str, ParameterShard | Tensor] = {}
