@@ -1,8 +1,8 @@
 """Compiles the kernels of a model in other processes, compile_part.py, while its weights are loaded.
 
-They run the model with one layer of each kind and random weights. Their kernels are those of the model, because no kernel depends
-on the number of layers, and stay in the caches on disk, of Triton and humming. A file beside Triton's cache remembers
-a model for which this was done.
+They run the model with one layer of each kind and random weights, and end with this process. Their kernels are those of the model,
+because no kernel depends on the number of layers, and stay in the caches on disk, of Triton and humming. A file beside Triton's
+cache remembers a model for which this was done.
 """
 
 import subprocess
@@ -103,13 +103,6 @@ class CompileAhead:
         log.info("kernels compiled", processes=HELPERS, kernels=self._kernels, seconds=round(seconds, 1), errors=errors)
         if not errors:
             self._done.create()
-
-    def stop(self) -> None:
-        """End the helpers of a start that failed."""
-        for helper, follower in zip(self._helpers, self._followers, strict=True):
-            with helper:
-                helper.kill()
-                follower.join()
 
 
 def settings_of(config: ShardConfig) -> str:

@@ -23,11 +23,7 @@ def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engin
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     prepared = prepare(config, model_config, Target.of(config))
     ahead = CompileAhead(config, prepared)
-    try:
-        builder, runner = build_model(config, prepared)
-    except BaseException:
-        ahead.stop()
-        raise
+    builder, runner = build_model(config, prepared)
     ahead.wait()
     return builder.engine(runner)
 
