@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from corpus import CORPUS
+from full_grid import full
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
@@ -22,7 +23,7 @@ from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 SMALL = Path(__file__).parents[1] / "corpus" / "tokenizers"
-KINDS = ("model", "with a space before", "qwen3", "deepseek-v3")
+KINDS = ("model", full("with a space before"), full("qwen3"), "deepseek-v3")
 PARTS = [
     "the words of a text, in 1234 lines.\n", "<|im_end|>\n<|im_start|>user\n", "It's a.b(c) = 12.5 / 3\n\n\tx", " ", "\n", "é",
     "I'm", "word", "1", "中文、です。", "🙂", '{"a":true}', "<|end|>", "<|im_", *CORPUS.values(),

@@ -46,7 +46,7 @@ Engines = tuple[int, list[TorchEngine]]
 """The file of the host cache, and the engines that share it."""
 
 
-@pytest.fixture(scope="module", params=["full", full("window"), full("latent"), "state"])
+@pytest.fixture(scope="module", params=[full("full"), full("window"), full("latent"), "state"])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
     write_tokenizer(Path(folder))
