@@ -195,7 +195,7 @@ def test_texts_are_the_same_with_a_host_cache(engines: Engines) -> None:
     world = World(engines)
     assert play(world, 4, 1) == expected
     assert world.host.counts["stored"] > 30
-    assert world.host.counts["loaded"] > 30
+    assert world.host.counts["loaded"] > 20
     assert not world.host.counts["failed"]
     stats, without = world.scheduler.stats(), plain.scheduler.stats()
     assert stats.hit_tokens > 1.2 * without.hit_tokens
