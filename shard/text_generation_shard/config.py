@@ -60,7 +60,8 @@ class ShardSettings(SharedSettings, ShardAccess):
     """Code that runs the model in the torch engine. native: ours; transformers: Hugging Face's, with our cache and scheduler.
     auto: native for the models that it knows and supports, else transformers."""
     dtype: DType | None = None
-    """Data type of weights, activations and, unless kv_cache_dtype says otherwise, KV cache; default: that of the checkpoint."""
+    """Data type of weights, activations and, unless kv_cache_dtype says otherwise, KV cache; default: that of the checkpoint, or
+    float32 on a CPU that has no products of it (torch engine)."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Data type of the KV cache (torch engine). auto: that of the model. fp8_e4m3fn, fp8_e5m2: half the memory, with the scales of
     the checkpoint or 1; less accurate: docs/quantization.md."""

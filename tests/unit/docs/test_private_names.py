@@ -23,7 +23,8 @@ REASONS = {
     "_scaled_mm": "the FP8 product of torch 2.9 has no public name",
     "_reorder_linear_weight": "oneDNN's weights in its own order; torch's public product reorders them at every call",
     "_linear_pointwise": "the same",
-    "_is_mkldnn_bf16_supported": "the same",
+    "_is_mkldnn_bf16_supported": "torch has no public name for it",
+    "_is_mkldnn_fp16_supported": "the same",
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_driver import Driver
 from poisoned_checkpoint import POISON, write_poisoned_checkpoint
 
@@ -15,6 +18,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, InsufficientMemory
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.layers.linear import has_products
 
 PROMPT = tuple(range(5, 38))
 
@@ -41,6 +45,23 @@ def test_info_matches_the_config(engine: TorchEngine, checkpoint: Path) -> None:
     assert (info.vocab_size, info.max_sequence_length, info.max_slots, info.block_size) == (200, 600, 8, 16)
     assert info.model_id == str(checkpoint)
     assert info.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cpu_without_products_of_the_checkpoint_computes_in_float32(
+    checkpoint: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    name, path = str(dtype).removeprefix("torch."), tmp_path / "config.json"
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": name}))
+    default, given = (
+        build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", dtype=each)) for each in (None, name)
+    )
+    assert (default.info.dtype, given.info.dtype) == (name if has_products(dtype) else "float32", name)
+    driver = Driver(default, default.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+    stream = driver.admit(PROMPT, 3)
+    driver.run()
+    assert len(stream.tokens) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from text_generation_common.memory import total_memory
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.layers.linear import has_products
 from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
 from text_generation_shard.engines.torch.models.native.eagle_config import read_eagle
@@ -98,7 +99,7 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
         raise EngineError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: the latent rows of {model_config.model_type} models are not stored in FP8"
         )
-    dtype = getattr(torch, config.dtype or model_config.dtype)
+    dtype = getattr(torch, dtype_name(config, model_config, target.device))
     check_memory(model_config, dtype.itemsize, target, config.world_size)
     model_config = with_drafts(config, model_config, target.device)
     return describe(config, model_config, target)
@@ -231,7 +232,7 @@ def engine_info(
         engine="torch",
         model_id=config.model_id or config.model_path,
         model_type=model_config.model_type,
-        dtype=config.dtype or model_config.dtype,
+        dtype=dtype_name(config, model_config, device),
         device=str(device),
         scheduling=Scheduling.STEP,
         vocab_size=model_config.vocab_size,
@@ -258,6 +259,15 @@ def _suggested_prefill_tokens(config: ModelDescription, device: torch.device, ra
     least, most = CUDA_PREFILL_TOKENS
     tokens = int(CUDA_CHUNK_PRODUCTS * ranks / config.active_weights)
     return min(max(1 << (tokens.bit_length() - 1), least), most)
+
+
+def dtype_name(config: ShardConfig, model_config: ModelDescription, device: torch.device) -> str:
+    """Return the data type of weights and activations: that of the settings, else of the checkpoint.
+
+    A CPU without products of the latter computes in float32, which is several times as fast for prompts.
+    """
+    name = config.dtype or model_config.dtype
+    return name if config.dtype or device.type != "cpu" or has_products(getattr(torch, name)) else "float32"
 
 
 def choose_device(name: str) -> torch.device:

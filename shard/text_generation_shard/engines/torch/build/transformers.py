@@ -12,7 +12,7 @@ from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.batch.kv_cache import Fp8Cache
 from text_generation_shard.engines.torch.build.builder import EngineBuilder
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
-from text_generation_shard.engines.torch.build.prepare import Prepared, Target, check_memory, describe
+from text_generation_shard.engines.torch.build.prepare import Prepared, Target, check_memory, describe, dtype_name
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FLASHINFER_HEAD_DIMS
@@ -67,7 +67,7 @@ def build_transformers_engine(config: ShardConfig) -> Engine:
 def prepare_for_transformers(config: ShardConfig, target: Target) -> Prepared[TransformersConfig]:
     """Check a model that transformers is to run. Raises EngineError."""
     model_config = read_config(Path(config.model_path), config.quantize)
-    dtype = getattr(torch, config.dtype or model_config.dtype)
+    dtype = getattr(torch, dtype_name(config, model_config, target.device))
     # The weights are dequantized.
     check_memory(replace(model_config, quantization=None), dtype.itemsize, target, config.world_size)
     if config.world_size > 1:

@@ -119,12 +119,18 @@ class ParallelLinear(DenseLinear):
                     tensor.copy_(tensor[order.to(tensor.device)])
 
 
-def _packs(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def has_products(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN has products of this data type for the CPU."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packs(weight: Tensor) -> bool:
+    is_reordered = weight.dtype in (torch.bfloat16, torch.float32)
+    return weight.device.type == "cpu" and is_reordered and has_products(weight.dtype)
 
 
 def float32_product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
