@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from text_generation_proto.copies import CopiedBlocks, Copy
+from text_generation_shard.__main__ import SWITCH_INTERVAL
 from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, HostCopies
 
 BLOCKS = 512
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--layer-kib", type=int, default=64)
     options = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL)  # steps and copies are launched by threads, as in a shard
     device, layer_bytes = torch.device(options.device), options.layer_kib << 10
     blocks = int(options.gib * 2**30) // (options.layers * layer_bytes)
     started = time.perf_counter()
