@@ -14,7 +14,7 @@ from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.resource_limits import apply_limits, log_unexpected, low_limits
 from text_generation_common.secrets import erase_secrets
-from text_generation_common.stop_signals import ignore_stop_signals
+from text_generation_common.stop_signals import run_to_end
 from text_generation_launcher.config import COMMANDS, SAGEMAKER_PORT, SAGEMAKER_VARIABLES, LauncherConfig, read_config
 from text_generation_launcher.init import fork_from_init
 
@@ -68,11 +68,7 @@ def _run_configured(config: LauncherConfig, *, only_env: bool, record: str) -> E
         return asyncio.run(replay(record, config, environ))
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
-    with asyncio.Runner() as runner:
-        try:
-            return runner.run(launch(config, environ))
-        finally:
-            ignore_stop_signals(runner.get_loop())
+    return run_to_end(launch(config, environ))
 
 
 def _print_config(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:

@@ -39,7 +39,7 @@ from text_generation_common.logs import configure_logging
 from text_generation_common.secrets import erase
 from text_generation_common.settings import ChildConfig
 from text_generation_common.sockets import peer_user
-from text_generation_common.stop_signals import StopSignals
+from text_generation_common.stop_signals import StopSignals, run_to_end
 from text_generation_common.waiting import first_of
 from text_generation_launcher import env_relay, orphans
 from text_generation_launcher.shutdown import send
@@ -258,7 +258,7 @@ def main() -> None:
     follow_parent(config.lifeline_fd, cleanup=partial(orphans.kill, os.environ[orphans.VARIABLE]))
     configure_logging(config, f"shard-{config.replica}")
     inherited = (config.lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
-    sys.exit(asyncio.run(run(mpirun, shard, tuple(fd for fd in inherited if fd >= 0))))
+    sys.exit(run_to_end(run(mpirun, shard, tuple(fd for fd in inherited if fd >= 0))))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,28 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Code = TypeVar("Code", bound=int)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def ignore_stop_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Ignore further signals in a process that ends: a closed loop would leave the default handlers, which change its exit code."""
-    for sig in STOP_SIGNALS:
-        loop.remove_signal_handler(sig)
-        signal.signal(sig, signal.SIG_IGN)
+def run_to_end(
+    main: Coroutine[Any, Any, Code], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> Code:
+    """Run the main coroutine of a process that ends after it; return its exit code.
+
+    Further signals are ignored then: a closed loop would leave the default handlers, which change the exit code.
+    """
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            return runner.run(main)
+        finally:
+            for sig in STOP_SIGNALS:
+                runner.get_loop().remove_signal_handler(sig)
+                signal.signal(sig, signal.SIG_IGN)
 
 
 class StopSignals:

@@ -1,6 +1,5 @@
 """The `text-generation-router` command."""
 
-import asyncio
 import faulthandler
 import sys
 
@@ -12,7 +11,7 @@ from text_generation_common.log import log
 from text_generation_common.logs import configure_logging
 from text_generation_common.resource_limits import apply_limits, log_unexpected
 from text_generation_common.secrets import erase
-from text_generation_common.stop_signals import ignore_stop_signals
+from text_generation_common.stop_signals import run_to_end
 from text_generation_router.config import RouterConfig
 
 SWITCH_INTERVAL_S = 0.0005
@@ -38,11 +37,7 @@ def main() -> None:
     from text_generation_router.serve import serve
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            try:
-                code = runner.run(serve(config))
-            finally:
-                ignore_stop_signals(runner.get_loop())
+        code = run_to_end(serve(config), uvloop.new_event_loop)
     except* CannotServe as group:
         log.error("cannot serve", reason=str(first_error(group)))
         code = ExitCode.FAILED
