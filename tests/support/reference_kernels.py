@@ -36,6 +36,7 @@ from text_generation_shard.engines.torch.kernels.operands import (
 )
 from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.layers import recurrence
+from text_generation_shard.engines.torch.layers.adapted_linear import AdapterRows
 from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear, choose_top_k, experts_by_loop
 from text_generation_shard.engines.torch.models.huggingface.images import load_images
@@ -53,7 +54,7 @@ CPU = torch.device("cpu")
 ALONE = ParallelGroup(TensorParallelRank())
 
 
-class MaskedRows:
+class MaskedRows(AdapterRows):
     """Implements `AdapterRows` by the products of all tokens with all adapters; nothing depends on the values of the indices."""
 
     def __init__(self, indices: Tensor, count: int) -> None:

@@ -11,17 +11,23 @@ _BLOCK = 1024
 """Columns per program: eight per thread, with four warps."""
 
 
-def activate(gate_up: Tensor, kind: str, out: Tensor) -> None:
+def activate(gate_up: Tensor, kind: str, out: Tensor, change: Tensor | None = None) -> None:
     """out = act(gate) · up, computed in float32 and rounded once.
 
     `gate_up` [tokens, 2·inner] with the gate's columns first, `out` [tokens, inner], both in any float dtype.
-    `kind` is the activation name of model configs: "silu", "gelu" or "gelu_pytorch_tanh".
+    `kind` is the activation name of model configs: "silu", "gelu" or "gelu_pytorch_tanh". `change`, shaped as `gate_up`, is added
+    to it before.
     """
-    launch_activation(gate_up, None, None, out, GatedActivation(kind))
+    launch_activation(gate_up, None, None, out, GatedActivation(kind), change)
 
 
 def launch_activation(
-    gate_up: Tensor, bias: Tensor | None, ends: Tensor | None, out: Tensor, activation: GatedActivation
+    gate_up: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    out: Tensor,
+    activation: GatedActivation,
+    change: Tensor | None = None,
 ) -> None:
     """Do what `activate` says with any activation, after adding `bias` [experts, 2·inner], contiguous.
 
@@ -34,8 +40,10 @@ def launch_activation(
         gate_up,
         bias,
         ends,
+        change,
         out,
         gate_up.stride(0),
+        0 if change is None else change.stride(0),
         out.stride(0),
         step,
         up,
@@ -56,8 +64,10 @@ def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     gate_up: tl.tensor,
     bias: tl.tensor | None,
     ends: tl.tensor | None,
+    change: tl.tensor | None,
     out: tl.tensor,
     gate_up_stride: int,
+    change_stride: int,
     out_stride: int,
     step: int,
     up_distance: int,
@@ -76,6 +86,10 @@ def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     inside = columns < INNER
     at = gate_up + row * gate_up_stride + columns * step
     gate, up = gate_and_up(at, bias, ends, row, columns * step, inside, up_distance, INNER, EXPERTS, BINS)
+    if change is not None:
+        change_at = change + row * change_stride + columns * step
+        gate += tl.load(change_at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(change_at + up_distance, mask=inside, other=0.0).to(tl.float32)
     values = gated(gate, up, alpha, limit, KIND)
     tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
 

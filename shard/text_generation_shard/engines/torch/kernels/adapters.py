@@ -2,12 +2,15 @@
 
 Tokens are grouped by adapter once per step, without waiting for the host. A program multiplies blocks of tokens of one adapter.
 Shrinking divides the inputs among programs, and expanding adds their sums in order. In steps of few tokens both run beside the
-product of the base, in a second stream, which a graph captures too; their sum is added to it at the end.
+product of the base, in a second stream, which a graph captures too; their sum is added to it at the end: by the kernel of the
+activation to that of gate and up, and to the residual stream, where the product is added to it, beside the product. In steps of many
+tokens a kernel of the activation expands.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -15,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.activation import activate, activated
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.operands import AdapterStack
 from text_generation_shard.engines.torch.kernels.pdl import after_previous, launch_dependents, pdl, supports_pdl
@@ -27,15 +31,17 @@ PROGRAMS, FEW_PROGRAMS = 16, 4
 """Most programs that take the blocks of an adapter in turns. Those without a block end at once."""
 ROWS_OF_A_PROGRAM = 64
 """Tokens of a step for each of few programs."""
-SPLITS, FEW_SPLITS = 2, 8
+SPLITS, FEW_SPLITS = 4, 8
 """Most programs that divide the inputs of a block."""
-MIN_SPLIT = 1024
+MIN_SPLIT, FEW_MIN_SPLIT = 2048, 1024
 """Inputs of a program, at least."""
 MAX_RANK_TILE = 64
 INPUTS, FEW_INPUTS = 128, 256
 """Inputs of an iteration."""
-TILES = 4
+TILES, FEW_TILES = 4, 1
 """Tiles of outputs that a program expands to, one after the other."""
+MANY_TILES = 128
+"""From this many tiles on, a program of few tokens expands to twice as many of them."""
 
 
 @cache
@@ -62,12 +68,8 @@ class GroupedRows:
         if not (beside and self._few and x.is_cuda):
             self._shrink(x, stack, shrunk)
             return shrunk
-        change, second = x.new_empty(len(x), stack.up.shape[1]), _second_stream(x.device)
-        second.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(second):
-            self._shrink(x, stack, shrunk)
-            self._expand(shrunk, stack, change, adds=False)
-        self._shrunk = shrunk
+        change = x.new_empty(len(x), stack.up.shape[1])
+        self._multiply_beside(x, stack, shrunk, change, adds=False)
         return change
 
     def look_up(self, ids: Tensor, stack: AdapterStack) -> Tensor:
@@ -78,21 +80,79 @@ class GroupedRows:
     def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
         if self._shrunk is None:
             self._expand(begun, stack, y)
+        else:
+            self._join()
+            y += begun
+
+    def update(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], residual: Tensor) -> Tensor:
+        if self._few and x.is_cuda:
+            self._multiply_beside(x, stack, self._empty_shrunk(x, stack), residual)
+            y = base()
+            self._join()
+        else:
+            begun, y = self.begin(x, stack), base()
+            self.end(begun, stack, y)
+        return y
+
+    def activate(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], kind: str, out: Tensor) -> None:
+        begun, y = self.begin(x, stack), base()
+        if self._shrunk is not None:
+            self._join()
+            activate(y, kind, out, begun)
             return
-        torch.cuda.current_stream(y.device).wait_stream(_second_stream(y.device))
-        y += begun
+        count, programs = self._programs
+        _activate_kernel[((count + 1) * programs, triton.cdiv(out.shape[1], stack.TILE))](
+            begun,
+            stack.up,
+            y,
+            out,
+            self._groups.order,
+            self._groups.offsets,
+            count + 1,
+            begun.shape[1],
+            y.stride(0),
+            out.stride(0),
+            SPLITS=begun.shape[0],
+            WIDTH=begun.shape[2],
+            INNER=out.shape[1],
+            RANK=stack.rank,
+            KIND=kind,
+            PROGRAMS=programs,
+            BLOCK_ROWS=FEW_BLOCK_ROWS,
+            RANK_TILE=min(stack.rank, MAX_RANK_TILE),
+            TILE=stack.TILE,
+            num_warps=4,
+            **pdl(y),
+        )
+
+    def _multiply_beside(self, x: Tensor, stack: AdapterStack, shrunk: Tensor, y: Tensor, *, adds: bool = True) -> None:
+        """Add the product to `y` in the second stream, or write it; `_join` before `y` is used."""
+        second = _second_stream(x.device)
+        second.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(second):
+            self._shrink(x, stack, shrunk)
+            self._expand(shrunk, stack, y, adds=adds)
+        self._shrunk = shrunk
+
+    def _join(self) -> None:
+        """Wait for the second stream."""
+        device = self._indices.device
+        torch.cuda.current_stream(device).wait_stream(_second_stream(device))
         self._shrunk = None
 
     def _empty_shrunk(self, x: Tensor, stack: AdapterStack) -> Tensor:
         """Return memory for the sums of each division of the inputs: float32 [splits, tokens, parts · rank], as the groups order them."""
         _, width, inputs = stack.down.shape
-        splits = min(FEW_SPLITS if self._few else SPLITS, triton.cdiv(inputs, MIN_SPLIT))
+        most, least = (FEW_SPLITS, FEW_MIN_SPLIT) if self._few else (SPLITS, MIN_SPLIT)
+        splits = min(most, triton.cdiv(inputs, least))
         return torch.empty(splits, len(x), width, dtype=torch.float32, device=x.device)
 
     def _shrink(self, x: Tensor, stack: AdapterStack, shrunk: Tensor) -> None:
         groups, (_, width, inputs) = self._groups, stack.down.shape
-        tile, step = min(stack.rank, MAX_RANK_TILE), FEW_INPUTS if self._few else INPUTS
-        _shrink_kernel[(math.prod(self._programs), width // tile, len(shrunk))](
+        # Many tokens are read once for all projections; few ones are divided among more programs.
+        ranks = stack.rank if self._few else triton.next_power_of_2(width)
+        tile, step = min(ranks, MAX_RANK_TILE), FEW_INPUTS if self._few else INPUTS
+        _shrink_kernel[(math.prod(self._programs), triton.cdiv(width, tile), len(shrunk))](
             x,
             stack.down,
             shrunk,
@@ -115,7 +175,8 @@ class GroupedRows:
     def _expand(self, shrunk: Tensor, stack: AdapterStack, y: Tensor, *, adds: bool = True) -> None:
         groups, rank, (count, programs) = self._groups, stack.rank, self._programs
         numbers = count if adds else count + 1
-        _expand_kernel[(numbers * programs, triton.cdiv(len(stack.tiles), TILES))](
+        each = TILES if not self._few else FEW_TILES if len(stack.tiles) < MANY_TILES else 2 * FEW_TILES
+        _expand_kernel[(numbers * programs, triton.cdiv(len(stack.tiles), each))](
             shrunk,
             stack.up,
             y,
@@ -134,7 +195,7 @@ class GroupedRows:
             BLOCK_ROWS=self._block_rows,
             RANK_TILE=min(rank, MAX_RANK_TILE),
             TILE=stack.TILE,
-            EACH=TILES,
+            EACH=each,
             ADDS=adds,
             num_warps=4,
             **pdl(y),
@@ -175,11 +236,12 @@ def _shrink_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         for at in range(0, SHARE, STEP):
             columns = split * SHARE + at + tl.arange(0, STEP)
             exists = columns < INPUTS
+            is_weight = exists[:, None] & (ranks < WIDTH)[None, :]
             values = tl.load(x + sources[:, None] + columns[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
-            a = tl.load(weights[None, :] + columns[:, None], mask=exists[:, None], other=0.0)
+            a = tl.load(weights[None, :] + columns[:, None], mask=is_weight, other=0.0)
             total += tl.dot(values.to(a.dtype), a, input_precision="ieee")
         targets = (split * tokens + rows)[:, None] * WIDTH + ranks[None, :]
-        tl.store(shrunk + targets, total, mask=inside[:, None])
+        tl.store(shrunk + targets, total, mask=inside[:, None] & (ranks < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])  # a prompt of another length needs no new kernel
@@ -240,6 +302,66 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
             total += base.to(tl.float32)
             tl.store(y_rows + outputs[None, :], total.to(y.dtype.element_ty), mask=inside[:, None] & exists)
             outputs, stop, part, base = next_outputs, next_stop, next_part, next_base
+
+
+@triton.jit(do_not_specialize=["tokens"])  # a prompt of another length needs no new kernel
+def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    shrunk: tl.tensor,
+    up: tl.tensor,
+    y: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    offsets: tl.tensor,
+    numbers: int,
+    tokens: int,
+    y_stride: int,
+    out_stride: int,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    RANK: tl.constexpr,
+    KIND: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    RANK_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    after_previous(USE_PDL)
+    number = tl.program_id(0) % numbers  # 0: the tokens without an adapter
+    end = tl.load(offsets + number + 1)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = (columns < INNER)[None, :]
+    weights = up + tl.maximum(number - 1, 0).to(tl.int64) * (2 * INNER * RANK) + columns[None, :] * RANK
+    first = tl.load(offsets + number) + tl.program_id(0) // numbers * BLOCK_ROWS
+    for start in range(first, end, PROGRAMS * BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        inside = rows < end
+        mask = inside[:, None] & exists
+        sources = tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None]
+        at = y + sources * y_stride + columns[None, :]
+        gate_base = tl.load(at, mask=mask, other=0.0)
+        up_base = tl.load(at + INNER, mask=mask, other=0.0)
+        gates = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+        ups = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+        for rank in range(0, RANK, RANK_TILE):
+            ranks = rank + tl.arange(0, RANK_TILE)
+            is_real = inside[:, None] & (number > 0)
+            places = shrunk + rows[:, None] * WIDTH + ranks[None, :]
+            last_part = places + (WIDTH - RANK)  # gate and up of a projection that has both are of one part
+            gate_values = tl.load(places, mask=is_real, other=0.0)
+            up_values = tl.load(last_part, mask=is_real, other=0.0)
+            for split in tl.static_range(1, SPLITS):
+                gate_values += tl.load(places + split * tokens * WIDTH, mask=is_real, other=0.0)
+                up_values += tl.load(last_part + split * tokens * WIDTH, mask=is_real, other=0.0)
+            gate_b = tl.load(weights + ranks[:, None], mask=exists, other=0.0)
+            up_b = tl.load(weights + INNER * RANK + ranks[:, None], mask=exists, other=0.0)
+            gates += tl.dot(gate_values.to(gate_b.dtype), gate_b, input_precision="ieee")
+            ups += tl.dot(up_values.to(up_b.dtype), up_b, input_precision="ieee")
+        gates += gate_base.to(tl.float32)
+        ups += up_base.to(tl.float32)
+        values = activated(gates, KIND) * ups
+        tl.store(out + sources * out_stride + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -5,12 +5,13 @@ step. The base product may be one with quantized weights. In an embedding the co
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.operands import AdapterStack
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, AdapterStack
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
 from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
 from text_generation_shard.engines.torch.layers.quantized.choice import QuantizedLinear
@@ -36,6 +37,17 @@ class AdapterRows(Protocol):
 
     def end(self, begun: Tensor, stack: AdapterStack, y: Tensor) -> None:
         """Add the product, scale · (x·Aᵀ)·Bᵀ, to `y` [tokens, outputs]; tokens without an adapter stay as they are."""
+
+    def update(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], residual: Tensor) -> Tensor:
+        """Return base() [tokens, outputs], which is to be added to `residual`; the product is added to one of both."""
+        begun, y = self.begin(x, stack), base()
+        self.end(begun, stack, y)
+        return y
+
+    def activate(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], kind: str, out: Tensor) -> None:
+        """Write act(gate) · up of the sum of base() [tokens, 2 · inner] and the product to `out` [tokens, inner]."""
+        gate, up = self.update(x, stack, base, out).chunk(2, dim=-1)
+        out.copy_(ACTIVATIONS[kind](gate).mul_(up))
 
 
 class StepAdapters:
@@ -155,9 +167,18 @@ class AdaptedLinear(AdapterPlaces):
         self.base.weight = weight
 
     @property
+    def is_changed(self) -> bool:
+        """True if a token of the step has an adapter."""
+        return self._step.rows is not None
+
+    @property
+    def outputs(self) -> int:
+        return len(self._order)
+
+    @property
     def matvec_weight(self) -> MatvecWeight | None:
         """None in a step with adapters: their products need the normed values in memory."""
-        return self.base.matvec_weight if self._step.rows is None else None
+        return None if self.is_changed else self.base.matvec_weight
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         rows = self._step.rows
@@ -167,6 +188,19 @@ class AdaptedLinear(AdapterPlaces):
         y = self.base(x, out)
         rows.end(begun, self._stack, y)
         return y
+
+    def update(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the product of `x` [tokens, inputs], which is to be added to `residual`, where a part of it may be already.
+
+        Only in a step with adapters.
+        """
+        assert self._step.rows is not None
+        return self._step.rows.update(x, self._stack, partial(self.base, x), residual)
+
+    def activate(self, x: Tensor, kind: str, out: Tensor) -> None:
+        """Write act(gate) · up of the product of `x` to `out` [tokens, outputs / 2], in a step with adapters."""
+        assert self._step.rows is not None
+        self._step.rows.activate(x, self._stack, partial(self.base, x), kind, out)
 
     def named_parameters(self) -> dict[str, ParameterShard]:
         return self.base.named_parameters()
@@ -182,7 +216,7 @@ class AdaptedLinear(AdapterPlaces):
         self.base.pack()
 
 
-class LoopedRows:
+class LoopedRows(AdapterRows):
     """Implements `AdapterRows` in plain torch, adapter by adapter. `indices` [tokens] are 0 for tokens without one."""
 
     def __init__(self, indices: Tensor, _count: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.operands import GatedActivation, Routing, few_weights
 from text_generation_shard.engines.torch.kernels.packed_weight import MatvecWeight
+from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear
 from text_generation_shard.engines.torch.layers.expert_linear import ExpertLinear
 from text_generation_shard.engines.torch.layers.linear import Linear
 from text_generation_shard.engines.torch.layers.norm import RMSNorm
@@ -76,6 +77,9 @@ class DeviceOps(Ops):
                 norm=(norm.weight, norm.eps),
                 activation=GatedActivation(kind),
             )
+        elif isinstance(gate_up, AdaptedLinear) and gate_up.is_changed:
+            inner = self._inner(stream, gate_up.outputs)
+            gate_up.activate(self.norm(stream, norm), kind, inner)
         else:
             product = gate_up(self.norm(stream, norm))
             inner = self._inner(stream, product.shape[1])
@@ -85,7 +89,12 @@ class DeviceOps(Ops):
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         weight = self._fused_weight(linear, stream)
         if norm is not None or weight is None:
-            self.add(stream, linear(x), norm)
+            is_sum = norm is None and stream.scale == stream.factor == self._group.tp.world_size == 1
+            if isinstance(linear, AdaptedLinear) and linear.is_changed and is_sum:
+                update = linear.update(x, stream.residual)
+            else:
+                update = linear(x)
+            self.add(stream, update, norm)
             return
         # The residual stream itself is part of rank 0's summand.
         is_first = self._group.tp.rank == 0

@@ -36,6 +36,9 @@ def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int
     looped.end(looped.begin(x.float(), exact), exact, expected)
     rows.end(rows.begin(x, stack), stack, found)
     check(found, expected, y, indices)
+    residual = y.to(device, copy=True)
+    update = rows.update(x, stack, lambda: torch.zeros_like(residual), residual)
+    check(update + residual, expected, y, indices)
 
 
 @pytest.mark.parametrize("tokens", [9, SAME], ids=str)
@@ -57,6 +60,25 @@ def test_embeddings_and_logits(device: torch.device, dtype: torch.dtype, tokens:
             begun = each.look_up(ids, own) if width == hidden else each.begin(x.to(own.down), own, beside=False)
             each.end(begun, own, total)
         check(found, expected, y, indices)
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(33, 16), (FEW_TOKENS + 1, 128)], ids=str)
+@pytest.mark.parametrize("fused", [False, True], ids=["two", "fused"])
+def test_the_product_of_gate_and_up_with_its_activation(
+    device: torch.device, dtype: torch.dtype, tokens: int, rank: int, fused: bool
+) -> None:
+    draw, inner, inputs = torch.Generator().manual_seed(tokens), 200, 1100
+    parts = [0] * (2 * inner) if fused else [0] * inner + [1] * inner
+    down = torch.randn(ADAPTERS, (1 + parts[-1]) * rank, inputs, generator=draw) * inputs**-0.5
+    up = torch.randn(ADAPTERS, len(parts), rank, generator=draw) * rank**-0.5
+    indices = torch.randint(0, ADAPTERS + 1, (tokens,), generator=draw, dtype=torch.int32)
+    x, y = (torch.randn(tokens, width, generator=draw).to(device, dtype) for width in (inputs, 2 * inner))
+    stack = AdapterStack(down.to(device, dtype), up.to(device, dtype), parts)
+    exact = AdapterStack(stack.down.float(), stack.up.float(), parts)
+    found, expected = torch.empty(tokens, inner, device=device, dtype=dtype), torch.empty(tokens, inner, device=device)
+    GroupedRows(indices.to(device), ADAPTERS).activate(x, stack, y.clone, "silu", found)
+    LoopedRows(indices.to(device), ADAPTERS).activate(x.float(), exact, y.float, "silu", expected)
+    assert (found - expected).norm() <= (6e-3 if dtype == torch.bfloat16 else 1e-3) * expected.norm()
 
 
 def check(found: torch.Tensor, expected: torch.Tensor, y: torch.Tensor, indices: torch.Tensor) -> None:
