@@ -178,8 +178,8 @@ class RequestPreparer:
             text = inputs if reader is None else reader.tokens.spelled(inputs)
             ids: Sequence[TokenId] = await self._encode(text, options, qos)
         else:
-            check_token_ids("prompt", inputs, self.limits)
-            ids = inputs
+            ids = array("I", inputs)
+            check_token_ids("prompt", ids, self.limits)
         if reader is not None:
             ids, media = reader.tokens.place(ids, pictures)
         if options.truncate is not None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Any
 
+import numpy as np
+
 from text_generation_proto.parameters import Api, Parameter
 from text_generation_proto.values import (
     LOGIT_BIAS,
@@ -196,7 +198,8 @@ def _check_ranges(options: GenerationOptions, parameters: Sequence[Parameter]) -
 
 def check_token_ids(name: str, ids: Sequence[TokenId], limits: Limits) -> None:
     """Raise InvalidRequest if one of `ids` is outside the vocabulary."""
-    if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+    values = np.asarray(ids)  # without a copy of a prompt, which is an array
+    if values.size and not 0 <= values.min() <= values.max() < limits.vocab_size:
         raise InvalidRequest(f"`{name}` has a token id that is not one of {limits.vocab_size}")
 
 

@@ -39,7 +39,7 @@ class Prompt:
     """One admitted prompt."""
 
     text: str
-    """The text, for `echo` and for the count of characters."""
+    """The text, for `echo` and for the count of characters; empty for token ids without `echo`."""
     requests: Sequence[Request]
     """One request per answer."""
 
@@ -107,7 +107,10 @@ class CompletionRoutes:
     ) -> Prompt:
         serving = self._serving
         requests = await serving.preparer.prepare(prompt, options, qos, body.n or 1)
-        text = prompt if isinstance(prompt, str) else await serving.tokenizer_pool.decode(prompt, qos.tenant)
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            text = await serving.tokenizer_pool.decode(prompt, qos.tenant) if body.echo else ""
         if not body.stream:
             requests[1:] = [replace(request, logprobs=request.logprobs.without_prompt()) for request in requests[1:]]
         return Prompt(text, requests)
@@ -170,7 +173,7 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[TokenId]]:
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
+        return [prompt]
     return [text_or_ids for text_or_ids in prompt if not isinstance(text_or_ids, int)]
 
 
