@@ -36,7 +36,7 @@ from text_generation_shard.engines.torch.engine.predictions import Predictions
 from text_generation_shard.engines.torch.engine.scoring import sampling_row, start_scores, start_token_scores
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.verification import verifying_rows
-from text_generation_shard.engines.torch.engine.warm_up import cache_bytes, cache_groups, worst_step
+from text_generation_shard.engines.torch.engine.warm_up import cache_bytes, cache_groups, deep_step, worst_step
 from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import sample, top_candidates
@@ -105,6 +105,9 @@ class TorchEngine(SynchronousEngine):
                 if self.predictions is not None:
                     executor.predict(rows, range(rows.tokens), [0] * rows.tokens)
                 self._record(largest)
+                self.reset()
+                self._table.apply(deep_step(self.info, kinds))
+                self._record(self._sample(self._launch(self._table.rows())))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)

@@ -27,6 +27,24 @@ SPARE_TOKENS = 64
 
 
 STATES = 4
+DEEP_TOKENS = 4096
+"""A few tokens after so many have kernels of their own: see kernels/chunk_attention.py."""
+
+
+def deep_step(info: EngineInfo, kinds: Sequence[CacheGroup]) -> Orders:
+    """Return a step with the last token of a long prompt, whose blocks are all the first one."""
+    computed = min(DEEP_TOKENS, info.max_sequence_length - 2) // BLOCK_SIZE * BLOCK_SIZE
+    blocks = (0,) * blocks_for(computed + 1)
+    states = (0, 0) if computed else (0,)
+    new = NewSequence(
+        slot=0,
+        prompt=(0,) * (computed + 1),
+        stopping=Stopping(max_new_tokens=1),
+        blocks=blocks,
+        computed_tokens=computed,
+        further_blocks=tuple((0, states if kind.is_state else blocks) for kind in kinds[1:]),
+    )
+    return Orders(number=0, placements=(new,), prefill=((0, 1),))
 
 
 def worst_step(

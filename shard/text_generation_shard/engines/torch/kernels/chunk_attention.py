@@ -1,13 +1,16 @@
-"""Attention of prompt chunks over the paged cache, for the head sizes that FlashInfer does not serve.
+"""Attention of prompt chunks over the paged cache, where FlashInfer does not serve the head size, or would leave most of a GPU idle.
 
 A program handles some tokens of one chunk with query heads that share a KV head: their queries are the rows of one matrix product
 (grouped-query attention, Ainslie et al. 2023). It reads the keys that any of its tokens attends to, a few blocks at a time, with
-the running maximum and sum of FlashAttention (Dao et al. 2022). The columns of a step's plan tell the device where the chunks are.
+the running maximum and sum of FlashAttention (Dao et al. 2022). The keys of a few tokens that attend to many are divided among
+programs, as those of decode attention. The columns of a step's plan tell the device where the chunks are.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -15,14 +18,17 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
-from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW, sink_weights
+from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW, merge, sink_weights
+from text_generation_shard.engines.torch.kernels.decode_launch import FLOATS_PER_WARP
 
 MAX_HEAD_DIM = 512
 """Wider heads do not fit the registers and the shared memory of a multiprocessor."""
 RESULTS = 32768
 """Results of a program: eight warps hold them in 128 registers per thread."""
-SHARED_MEMORY_ON_CPU = 232448
-"""Bytes per program, where no device says: those of an H200."""
+SHARED_MEMORY_ON_CPU, MULTIPROCESSORS_ON_CPU = 232448, 132
+"""Bytes per program, and programs at a time, where no device says: those of an H200."""
+SPLIT_KEYS = 1024
+"""Keys of a program, at least, if the keys of a token are divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +82,32 @@ class PagedChunkAttention:
         self._group = num_heads // num_kv_heads
         # The query heads of a KV head are divided if one token has more of them than a program has rows.
         self._heads_each = min(self._group, self._tile.rows)
+        self._head_tiles = triton.cdiv(self._group, self._heads_each)
+        self._tokens = self._tile.rows // self._heads_each
+        self._multiprocessors = _multiprocessors(device)
         self._scale, self._softcap = scale, softcap
         self._columns: Mapping[str, Tensor] = {}
         self._page_indptr: list[Tensor] = []
         """The column of each group."""
-        self._longest = 0
+        self._grid = 0, 0, 0
+        """Tiles of tokens, tiles of heads, chunks."""
+        self._splits: list[int] = []
+        """Programs that divide the keys of a tile, for each group."""
 
-    def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        """Remember the chunks of a step; `columns` are those of the plan on the device."""
-        self._columns, self._longest = columns, plan.longest_chunk
-        self._page_indptr = [columns["page_indptr"][slice(*plan.page_indptr(n))] for n in range(plan.sizes.groups)]
+    def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> bool:
+        """Remember the chunks of a step; `columns` are those of the plan on the device.
+
+        Return True if the keys of a group are divided: there are few tokens for a GPU, which attend to many.
+        """
+        self._columns = columns
+        parts = [slice(*plan.page_indptr(number)) for number in range(plan.sizes.groups)]
+        self._page_indptr = [columns["page_indptr"][part] for part in parts]
+        tiles = triton.cdiv(plan.longest_chunk, self._tokens), self._num_kv_heads * self._head_tiles
+        self._grid = *tiles, plan.sizes.chunks
+        most = self._multiprocessors // math.prod(self._grid)
+        pages = [int(np.diff(plan.column("page_indptr")[part]).max()) for part in parts]
+        self._splits = [max(1, min(most, each * BLOCK_SIZE // SPLIT_KEYS)) for each in pages]
+        return max(self._splits) > 1
 
     def run(
         self,
@@ -105,24 +127,30 @@ class PagedChunkAttention:
         keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache. With `ahead` int32 [tokens],
         keys up to position + ahead.
         """
-        columns, tile = self._columns, self._tile
-        tokens = tile.rows // self._heads_each
-        head_tiles = triton.cdiv(self._group, self._heads_each)
-        chunks = len(columns["last_pages"])
-        _attend_chunks_kernel[(triton.cdiv(self._longest, tokens), self._num_kv_heads * head_tiles, chunks)](
+        columns, tile, group = self._columns, self._tile, self._groups.get(window, 0)
+        splits, heads = self._splits[group], queries.shape[1]
+        partials = logs = None
+        if splits > 1:
+            partials = queries.new_empty(len(queries), splits, heads, self._value_dim, dtype=torch.float32)
+            logs = partials.new_empty(partials.shape[:3])
+        *tiles, chunks = self._grid
+        _attend_chunks_kernel[(*tiles, chunks * splits)](
             queries,
             cache_layer,
             columns["query_indptr"],
-            self._page_indptr[self._groups.get(window, 0)],
+            self._page_indptr[group],
             columns["last_pages"],
             columns["pages"],
             out,
+            partials,
+            logs,
             sinks,
             scales,
             ahead,
             self._scale * LOG2_E if self._softcap is None else self._scale / self._softcap,
             0.0 if self._softcap is None else self._softcap * LOG2_E,
             NO_WINDOW if window is None else window,
+            splits,
             queries.stride(0),
             out.stride(0),
             HAS_WINDOW=window is not None,
@@ -130,8 +158,8 @@ class PagedChunkAttention:
             KV_HEADS=self._num_kv_heads,
             GROUP=self._group,
             HEADS_EACH=self._heads_each,
-            HEAD_TILES=head_tiles,
-            TOKENS=tokens,
+            HEAD_TILES=self._head_tiles,
+            TOKENS=self._tokens,
             ROWS=tile.rows,
             KEYS=tile.keys,
             HEAD_DIM=self._head_dim,
@@ -142,6 +170,26 @@ class PagedChunkAttention:
             num_warps=8,
             num_stages=tile.stages,
         )
+        if splits > 1:
+            _merge_chunks_kernel[(heads, len(queries))](
+                out,
+                partials,
+                logs,
+                sinks,
+                splits,
+                out.stride(0),
+                HEADS=heads,
+                VALUE_DIM=self._value_dim,
+                WIDTH=triton.next_power_of_2(self._value_dim),
+                MERGED=FLOATS_PER_WARP * 4,
+                num_warps=4,
+            )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS_ON_CPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -152,7 +200,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits"])
 def _attend_chunks_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
     queries: tl.tensor,
     cache_layer: tl.tensor,
@@ -161,12 +209,15 @@ def _attend_chunks_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's argume
     last_pages: tl.tensor,
     pages: tl.tensor,
     out: tl.tensor,
+    partials: tl.tensor | None,
+    logs: tl.tensor | None,
     sinks: tl.tensor | None,
     scales: tl.tensor | None,
     ahead: tl.tensor | None,
     scale: float,
     softcap: float,
     window: int,
+    splits: int,
     query_stride: int,
     out_stride: int,
     HAS_WINDOW: tl.constexpr,
@@ -186,6 +237,9 @@ def _attend_chunks_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's argume
 ) -> None:
     # The last tokens of a chunk attend to most keys: they come first.
     tile, heads_of, chunk = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if partials is not None:
+        split = chunk % splits
+        chunk = chunk // splits
     first_query = tl.load(query_indptr + chunk)
     count = tl.load(query_indptr + chunk + 1) - first_query
     if tile * TOKENS >= count:
@@ -232,7 +286,12 @@ def _attend_chunks_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's argume
     maximum = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(lowest // KEYS * KEYS, end, KEYS):
+    begin, stop = lowest // KEYS * KEYS, end
+    if partials is not None:
+        share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
+        begin += split * share
+        stop = tl.minimum(begin + share, end)
+    for start in range(begin, stop, KEYS):
         keys = start + tl.arange(0, KEYS)
         # Keys that no token attends to are not loaded: they may be NaN.
         is_key = (keys >= lowest) & (keys < end)
@@ -264,10 +323,36 @@ def _attend_chunks_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's argume
             )
         mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
         maximum = new_maximum
-    if sinks is not None:
+    if sinks is not None and partials is None:
         total += sink_weights(sinks, heads, maximum)
-    mean = mean / total[:, None]
     if scales is not None:
         mean *= tl.load(scales + KV_HEADS + kv_head)
+    if partials is not None:
+        # A part may have no keys, and so no weight. The first one has some.
+        has_keys = total > 0.0
+        total = tl.where(has_keys, total, 1.0)
+        mean = mean / total[:, None]
+        places = (lines * splits + split) * (KV_HEADS * GROUP) + heads
+        tl.store(partials + places[:, None] * VALUE_DIM + dims[None, :], mean, mask=is_row[:, None] & is_dim)
+        tl.store(logs + places, tl.where(has_keys, maximum + tl.log2(total), float("-inf")), mask=is_row)
+        return
+    mean = mean / total[:, None]
     targets = out + lines[:, None] * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
     tl.store(targets, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_chunks_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    out: tl.tensor,
+    partials: tl.tensor,
+    logs: tl.tensor,
+    sinks: tl.tensor | None,
+    splits: int,
+    out_stride: int,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MERGED: tl.constexpr,
+) -> None:
+    head, line = tl.program_id(0), tl.program_id(1)
+    merge(partials, logs, sinks, out, line, splits, splits, head, out_stride, HEADS, 1, VALUE_DIM, WIDTH, MERGED)

@@ -261,7 +261,7 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
         tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
         if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
             if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
-                _merge(
+                merge(
                     partials,
                     logs,
                     sinks,
@@ -299,7 +299,7 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     head, row = tl.program_id(0), tl.program_id(1)
     _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
     if parts > 1:
-        _merge(partials, logs, sinks, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
+        merge(partials, logs, sinks, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
 
 
 @triton.jit
@@ -315,7 +315,7 @@ def _row_parts(
 
 
 @triton.jit
-def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
+def merge(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
     partials: tl.tensor,
     logs: tl.tensor,
     sinks: tl.tensor | None,

@@ -68,11 +68,11 @@ class DeviceKernels:
         # Up to this number of tokens in a step, fused products are faster than separate ones. Measured on an H200: wide products
         # beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
         self.fused_tokens = MAX_ROWS if narrow else 1
-        self._chunks: dict[Heads, FlashInferChunks | PagedChunkAttention] = {}
+        self._own_chunks: dict[Heads, PagedChunkAttention] = {}
         self._by_flashinfer: dict[Heads, FlashInferChunks] = {}
-        """Chunks by FlashInfer, which takes over once its kernels are compiled."""
-        self._image_chunks: dict[Heads, PagedChunkAttention] = {}
-        """The same for steps with images, of layers with `bidirectional_images`: FlashInfer would need a mask in memory."""
+        """Takes over once its kernels are compiled, but for images, for which it would need a mask in memory."""
+        self._chunks: dict[Heads, FlashInferChunks | PagedChunkAttention] = {}
+        """Those of the planned step."""
         self._decoding: dict[Heads, DecodeAttention] = {}
         layers_of: dict[Heads, list[int]] = {}
         for index, layer in enumerate(shape.layers):
@@ -85,11 +85,9 @@ class DeviceKernels:
             if width > MAX_HEAD_DIM:
                 raise EngineError(f"head_dim {width} is not served on CUDA, only up to {MAX_HEAD_DIM}")
             groups = {shape.layers[index].window: shape.groups[index] for index in layers}
-            has_images = any(shape.layers[index].bidirectional_images for index in layers)
-            own = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent)
-            self._chunks[heads] = own
-            if has_images:
-                self._image_chunks[heads] = own
+            self._own_chunks[heads] = PagedChunkAttention(
+                *heads, shape.device, scale=scale, softcap=softcap, groups=groups, latent=latent
+            )
             if heads[2] in FLASHINFER_HEAD_DIMS and not latent:
                 dtypes = shape.dtype, shape.stored
                 chunks = FlashInferChunks(*heads, groups, dtypes, scale=scale, softcap=softcap)
@@ -102,11 +100,12 @@ class DeviceKernels:
         self.sample_greedy = GreedySampler(2 * max_slots, vocab_size, shape.device).run
 
     def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
-        if self._by_flashinfer and self._compiler.is_done:
-            self._chunks |= self._by_flashinfer
-            self._by_flashinfer = {}
-        for chunks in {*self._chunks.values(), *self._image_chunks.values()}:
-            chunks.plan(plan, columns)
+        for heads, own in self._own_chunks.items():
+            self._chunks[heads] = own
+            is_divided = own.plan(plan, columns)
+            if not is_divided and heads in self._by_flashinfer and self._compiler.is_done:
+                self._chunks[heads] = self._by_flashinfer[heads]
+                self._by_flashinfer[heads].plan(plan, columns)
 
     def chunk_attention(
         self,
@@ -122,7 +121,7 @@ class DeviceKernels:
         if ahead is None:
             self._chunks[heads].run(queries, cache_layer, *rest)
         else:
-            self._image_chunks[heads].run(queries, cache_layer, *rest, ahead)
+            self._own_chunks[heads].run(queries, cache_layer, *rest, ahead)
 
     def decode_attention(
         self,

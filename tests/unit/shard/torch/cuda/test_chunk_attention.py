@@ -10,12 +10,19 @@ from reference_ops import relative_error
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.batch.step_plan import PlanSizes, StepPlan, pageable_memory
-from text_generation_shard.engines.torch.kernels.chunk_attention import ChunkTile, PagedChunkAttention, tile_for
+from text_generation_shard.engines.torch.kernels.chunk_attention import (
+    SPLIT_KEYS,
+    ChunkTile,
+    PagedChunkAttention,
+    tile_for,
+)
 from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FlashInferChunks
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
 """Tokens of each chunk, and the length of its sequence after it."""
+LONG = ((1, 1), (7, 2 * SPLIT_KEYS + 9), (3, SPLIT_KEYS))
+"""Chunks whose keys are divided."""
 IMAGES = ((2, 6), (11, 38))
 """First token and end, in the tokens of all chunks, of images whose tokens attend to one another."""
 
@@ -50,6 +57,29 @@ def test_heads_attend_to_latent_rows(
     compare(attention, shape, None, None, None, device, dtype, latent)
 
 
+@pytest.mark.parametrize(
+    ("shape", "window", "latent", "stored"),
+    [
+        ((6, 2, 40), None, 0, None),
+        ((6, 2, 40), SPLIT_KEYS + 20, 0, None),
+        ((4, 1, 24), None, 16, None),
+        ((4, 2, 32), None, 0, torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+def test_the_keys_of_a_few_tokens_are_divided(
+    shape: tuple[int, int, int],
+    window: int | None,
+    latent: int,
+    stored: torch.dtype | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    attention = PagedChunkAttention(*shape, device, scale=shape[2] ** -0.5, softcap=None, groups={}, latent=latent)
+    for images in ((), ((2, 6),)):
+        compare(attention, shape, None, window, stored, device, dtype, latent, images, LONG)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer needs a GPU")
 @pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("window", [None, 21])
@@ -78,6 +108,7 @@ def compare(
     dtype: torch.dtype,
     latent: int = 0,
     images: tuple[tuple[int, int], ...] = (),
+    lengths: tuple[tuple[int, int], ...] = LENGTHS,
 ) -> None:
     """Compare attention with the formula in float64.
 
@@ -86,19 +117,19 @@ def compare(
     heads, kv_heads, head_dim = shape
     ours = isinstance(attention, PagedChunkAttention)
     scales = None if stored is None else torch.linspace(0.3, 2.0, 2 * kv_heads, device=device).view(2, kv_heads)
-    tables = [-(-length // BLOCK_SIZE) for _, length in LENGTHS]
+    tables = [-(-length // BLOCK_SIZE) for _, length in lengths]
     numbers = torch.randperm(sum(tables) + 3)
     cache = torch.full((len(numbers), 2, kv_heads, BLOCK_SIZE, head_dim), torch.nan if ours else 0.0, dtype=dtype)
     pages = list(numbers.split([*tables, 3]))[:-1]
-    for (tokens, length), own in zip(LENGTHS, pages, strict=True):
+    for (tokens, length), own in zip(lengths, pages, strict=True):
         for position in range(0 if window is None else max(0, length - tokens - window + 1), length):
             cache[own[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE] = torch.randn(2, kv_heads, head_dim)
-    total = sum(tokens for tokens, _ in LENGTHS)
-    plan = StepPlan.blank(PlanSizes(total, total, 0, sum(tables), len(LENGTHS)), greedy=True, memory=pageable_memory)
+    total = sum(tokens for tokens, _ in lengths)
+    plan = StepPlan.blank(PlanSizes(total, total, 0, sum(tables), len(lengths)), greedy=True, memory=pageable_memory)
     plan.column("pages")[:] = torch.cat(pages)
-    plan.column("query_indptr")[:] = torch.tensor([0, *(tokens for tokens, _ in LENGTHS)]).cumsum(0)
+    plan.column("query_indptr")[:] = torch.tensor([0, *(tokens for tokens, _ in lengths)]).cumsum(0)
     plan.column("page_indptr")[:] = torch.tensor([0, *tables]).cumsum(0)
-    plan.column("last_pages")[:] = [(length - 1) % BLOCK_SIZE + 1 for _, length in LENGTHS]
+    plan.column("last_pages")[:] = [(length - 1) % BLOCK_SIZE + 1 for _, length in lengths]
     names = ("query_indptr", "page_indptr", "last_pages", "pages")
     columns = {name: torch.from_numpy(plan.column(name)).to(device) for name in names}
     wide = 2 * torch.randn(total, (heads + 2) * head_dim, device=device).to(dtype)
@@ -110,12 +141,13 @@ def compare(
     ahead = torch.zeros(total, dtype=torch.int32)
     for start, end in images:
         ahead[start:end] = torch.arange(end - start - 1, -1, -1)
-    attention.plan(plan, columns)
+    is_divided = attention.plan(plan, columns)
+    assert not ours or is_divided == (lengths is LONG)
     attention.run(
         queries, cache, window, out[:, :width], sinks.to(device), scales, *((ahead.to(device),) if images else ())
     )
     expected, first = [], 0
-    for (tokens, length), own in zip(LENGTHS, pages, strict=True):
+    for (tokens, length), own in zip(lengths, pages, strict=True):
         own_queries, own_ahead = queries[first : first + tokens].double(), ahead[first : first + tokens].to(device)
         rules = window, head_dim**-0.5, softcap, sinks.double().to(device), own_ahead
         expected.append(attend(own_queries, loaded(cache, scales), own.to(device), length, *rules))
