@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -24,6 +25,8 @@ from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, H
 
 BLOCKS = 512
 """Blocks of a copy: those of a store."""
+STEPS = 300
+"""Enough for a 99th percentile."""
 
 
 class CopiesUnderTest:
@@ -55,17 +58,24 @@ class CopiesUnderTest:
 
 
 def steps(device: torch.device, beside: Callable[[], object]) -> list[float]:
-    """Return the milliseconds of steps while `beside` runs in a thread."""
+    """Return the milliseconds of STEPS steps while a thread repeats `beside`."""
     memory = torch.zeros(1 << 30 if device.type == "cuda" else 1 << 24, dtype=torch.int32, device=device)
-    thread = threading.Thread(target=beside)
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.is_set():
+            beside()
+
+    thread = threading.Thread(target=repeat)
     thread.start()
     found: list[float] = []
-    while thread.is_alive() or len(found) < 20:
+    for _ in range(STEPS + 1):
         started = time.perf_counter()
         memory.sum().item()
         found.append((time.perf_counter() - started) * 1e3)
+    over.set()
     thread.join()
-    return sorted(found)
+    return sorted(found[1:])  # the first one also waits for the zeros
 
 
 def main() -> None:
@@ -84,9 +94,9 @@ def main() -> None:
     for name, is_load in (("store", False), ("load", True)):
         tested.copy(is_load=is_load)
         print(f"{name:6} {statistics.median(tested.copy(is_load=is_load) for _ in range(3)):6.1f} GB/s")
-    alone = steps(device, lambda: time.sleep(1.0))
+    alone = steps(device, lambda: time.sleep(0.1))
     for name, is_load in (("stores", False), ("loads", True)):
-        beside = steps(device, lambda is_load=is_load: [tested.copy(is_load=is_load) for _ in range(3)])  # type: ignore[misc]
+        beside = steps(device, partial(tested.copy, is_load=is_load))
         for share in (0.5, 0.99):
             own, other = (each[int(len(each) * share)] for each in (alone, beside))
             print(f"step beside {name}, p{share * 100:.0f}: {other:.2f} ms, alone {own:.2f} ms")

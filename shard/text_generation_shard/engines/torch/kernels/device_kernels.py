@@ -72,7 +72,7 @@ class DeviceKernels:
         self._by_flashinfer: dict[Heads, FlashInferChunks] = {}
         """Takes over once its kernels are compiled, but for images, for which it would need a mask in memory."""
         self._chunks: dict[Heads, FlashInferChunks | PagedChunkAttention] = {}
-        """Those of the planned step."""
+        """The kernels of the planned step."""
         self._decoding: dict[Heads, DecodeAttention] = {}
         layers_of: dict[Heads, list[int]] = {}
         for index, layer in enumerate(shape.layers):
