@@ -5,7 +5,7 @@ The kernels compute in the dtype of their inputs, including float64, but at leas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +72,10 @@ class MaskedRows(AdapterRows):
             for first, end, part in stack.segments:
                 own = begun[:, part * stack.rank : (part + 1) * stack.rank]
                 y[:, first:end] += mask * (own @ up[first:end].t())
+
+    def update(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], residual: Tensor) -> Tensor:
+        self.end(self.begin(x, stack), stack, residual)
+        return base()
 
 
 class ReferenceKernels:

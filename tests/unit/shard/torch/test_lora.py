@@ -12,7 +12,7 @@ from engine_driver import Driver, Stream
 from full_grid import full
 from lora_folder import merged, projections_of, random_adapter, untie, vocabulary_of
 from native_families import native_configs
-from reference_kernels import reference_engine
+from reference_kernels import MaskedRows, ReferenceKernels, reference_engine
 from tiny_transformers import SHAPE as TINY_SHAPE
 from tiny_transformers import random_model, save
 
@@ -26,10 +26,15 @@ from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.build.compile_ahead import have_room, one_of_each_kind
 from text_generation_shard.engines.torch.build.prepare import Target, prepare
 from text_generation_shard.engines.torch.layers.adapted_linear import AdaptedLinear, LoopedRows, StepAdapters
-from text_generation_shard.engines.torch.layers.linear import Projection
+from text_generation_shard.engines.torch.layers.device_ops import DeviceOps
+from text_generation_shard.engines.torch.layers.linear import ParallelLinear, Projection
+from text_generation_shard.engines.torch.layers.norm import RMSNorm
+from text_generation_shard.engines.torch.layers.ops import ResidualStream
+from text_generation_shard.engines.torch.layers.precision import Precision
 from text_generation_shard.engines.torch.layers.quantized.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.models.native.config import read_model_config
-from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import ShardRange, TensorParallelRank
 from text_generation_shard.engines.torch.weights.quantization.formats.float8 import Fp8Format
 
 NEW_TOKENS = 6
@@ -326,3 +331,37 @@ def test_changes_are_added_to_quantized_products() -> None:
     step.begin(None, LoopedRows)
     assert torch.equal(linear(x), base(x))
     assert linear.matvec_weight is not None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scale", "normed"), [(1, 1.0, False), (2, 1.0, False), (1, 0.5, False), (1, 1.0, True)]
+)
+def test_an_output_is_summed_normed_and_scaled_with_its_change(ranks: int, scale: float, normed: bool) -> None:
+    device, draw, precision = torch.device("cpu"), torch.Generator().manual_seed(3), Precision.uniform(torch.float32)
+    shapes = (24, 32), (5, 32), (24, 5), (3, 32), (3, 24)
+    weight, a, b, x, residual = (torch.randn(*shape, generator=draw) for shape in shapes)
+    norm = RMSNorm(24, 1e-5, device, torch.float32) if normed else None
+    expected = x @ weight.t()
+    expected[1:] += x[1:] @ a.t() @ b.t()
+    if norm is not None:
+        norm.weight.copy_(torch.linspace(0.5, 2, 24))
+        expected = norm(expected)
+    streams = []
+    for rank in range(ranks):
+        inputs = ShardRange(rank * (32 // ranks), 32 // ranks, 32)
+        own = slice(inputs.start, inputs.start + inputs.length)
+        projections, step = [Projection("down", ShardRange.whole(24), inputs)], StepAdapters(1)
+        base = ParallelLinear(projections, device, precision, bias=False)
+        base.weight.copy_(weight[:, own])
+        linear = AdaptedLinear(base, projections, 5, step, device, torch.float32)
+        linear.place(0, *linear.packed({"down": (a, b)}))
+        step.begin(torch.tensor([0, 1, 1], dtype=torch.int32), MaskedRows)
+        streams.append(ResidualStream(residual.clone(), torch.empty(3, 24), scale=scale))
+        ops = DeviceOps(ReferenceKernels(1.0), ParallelGroup(TensorParallelRank(rank, ranks)), torch.float32)  # type: ignore[arg-type]
+        ops.add_linear(streams[-1], x[:, own], linear, norm)
+    total = sum(each.update for each in streams if each.update is not None)  # the groups have no collectives
+    for stream in streams:
+        assert isinstance(total, torch.Tensor)
+        stream.update = total.clone()
+        ops.norm(stream, None)
+        assert torch.allclose(stream.residual, residual + scale * expected, atol=1e-4)

@@ -46,7 +46,9 @@ class AdapterRows(Protocol):
 
     def activate(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], kind: str, out: Tensor) -> None:
         """Write act(gate) · up of the sum of base() [tokens, 2 · inner] and the product to `out` [tokens, inner]."""
-        gate, up = self.update(x, stack, base, out).chunk(2, dim=-1)
+        begun, y = self.begin(x, stack), base()
+        self.end(begun, stack, y)
+        gate, up = y.chunk(2, dim=-1)
         out.copy_(ACTIVATIONS[kind](gate).mul_(up))
 
 

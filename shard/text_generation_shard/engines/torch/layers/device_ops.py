@@ -89,8 +89,9 @@ class DeviceOps(Ops):
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         weight = self._fused_weight(linear, stream)
         if norm is not None or weight is None:
-            is_sum = norm is None and stream.scale == stream.factor == self._group.tp.world_size == 1
-            if isinstance(linear, AdaptedLinear) and linear.is_changed and is_sum:
+            # A part of the update in the stream is not normed, scaled or summed over the ranks.
+            is_plain = norm is None and stream.scale == self._group.tp.world_size == 1
+            if is_plain and isinstance(linear, AdaptedLinear) and linear.is_changed:
                 update = linear.update(x, stream.residual)
             else:
                 update = linear(x)
