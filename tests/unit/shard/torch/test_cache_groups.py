@@ -17,10 +17,11 @@ from text_generation_shard.engine import EngineInfo, InsufficientMemory, Schedul
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE, CacheShape, LayerShape
 from text_generation_shard.engines.torch.build.footprint import native_footprint
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target
-from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
+from text_generation_shard.engines.torch.engine.warm_up import cache_groups, deep_step, with_host_blocks
 from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.step.table import SequenceTable
 
 INFO = EngineInfo(
     engine="torch",
@@ -172,3 +173,15 @@ def test_latent_rows_of_deepseek_v3_take_576_numbers_of_a_token_and_layer(tmp_pa
     with torch.device("meta"):
         rank = empty_weights(model, TensorParallelRank(1, 2), torch.device("meta"), torch.bfloat16, on_cpu=True)
     assert rank.layer_shapes == (LayerShape(64, 1, 576, latent=512),) * 4
+
+
+@pytest.mark.parametrize("further", [(), (CacheGroup(1, 128),), (CacheGroup(1, is_state=True),)], ids=str)
+@pytest.mark.parametrize("longest", [2, 17, 18, 131072])
+def test_a_step_after_a_long_prompt_needs_one_block_of_each_group(
+    longest: int, further: tuple[CacheGroup, ...]
+) -> None:
+    info, kinds = replace(INFO, max_sequence_length=longest), (CacheGroup(1), *further)
+    table = SequenceTable(info, kinds)
+    assert not table.apply(deep_step(info, kinds))
+    [row] = table.rows().others
+    assert (row.start, row.length, row.samples) == ({17: 0, 18: 16}.get(longest, min(longest - 2, 4096)), 1, True)
