@@ -87,27 +87,28 @@ class PagedChunkAttention:
         self._multiprocessors = _multiprocessors(device)
         self._scale, self._softcap = scale, softcap
         self._columns: Mapping[str, Tensor] = {}
-        self._page_indptr: list[Tensor] = []
-        """The column of each group."""
+        self._page_indptr: dict[int | None, Tensor] = {}
+        """The column of the group of each window."""
         self._grid = 0, 0, 0
         """Tiles of tokens, tiles of heads, chunks."""
-        self._splits: list[int] = []
-        """Programs that divide the keys of a tile, for each group."""
+        self._splits: dict[int | None, int] = {}
+        """Programs that divide the keys of a tile, for each window."""
 
     def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> bool:
         """Remember the chunks of a step; `columns` are those of the plan on the device.
 
-        Return True if the keys of a group are divided: there are few tokens for a GPU, which attend to many.
+        Return True if the keys of one of `groups` are divided: there are few tokens for a GPU, which attend to many.
         """
         self._columns = columns
-        parts = [slice(*plan.page_indptr(number)) for number in range(plan.sizes.groups)]
-        self._page_indptr = [columns["page_indptr"][part] for part in parts]
         tiles = triton.cdiv(plan.longest_chunk, self._tokens), self._num_kv_heads * self._head_tiles
         self._grid = *tiles, plan.sizes.chunks
         most = self._multiprocessors // math.prod(self._grid)
-        pages = [int(np.diff(plan.column("page_indptr")[part]).max()) for part in parts]
-        self._splits = [max(1, min(most, each * BLOCK_SIZE // SPLIT_KEYS)) for each in pages]
-        return max(self._splits) > 1
+        for window, group in self._groups.items():
+            part = slice(*plan.page_indptr(group))
+            longest = int(np.diff(plan.column("page_indptr")[part]).max()) * BLOCK_SIZE
+            self._page_indptr[window] = columns["page_indptr"][part]
+            self._splits[window] = max(1, min(most, longest // SPLIT_KEYS))
+        return max(self._splits.values()) > 1
 
     def run(
         self,
@@ -127,8 +128,8 @@ class PagedChunkAttention:
         keys without values. `scales` float32 [2, KV heads] multiply the keys and values of the cache. With `ahead` int32 [tokens],
         keys up to position + ahead.
         """
-        columns, tile, group = self._columns, self._tile, self._groups.get(window, 0)
-        splits, heads = self._splits[group], queries.shape[1]
+        columns, tile = self._columns, self._tile
+        splits, heads = self._splits[window], queries.shape[1]
         partials = logs = None
         if splits > 1:
             partials = queries.new_empty(len(queries), splits, heads, self._value_dim, dtype=torch.float32)
@@ -138,7 +139,7 @@ class PagedChunkAttention:
             queries,
             cache_layer,
             columns["query_indptr"],
-            self._page_indptr[group],
+            self._page_indptr[window],
             columns["last_pages"],
             columns["pages"],
             out,

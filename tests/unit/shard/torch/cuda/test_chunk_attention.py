@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from engine_infos import GPU_ENGINE
 from full_grid import full
 from reference_kernels import attend, loaded, narrowed
 from reference_ops import relative_error
 
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.batch.step_plan import PlanSizes, StepPlan, pageable_memory
+from text_generation_shard.engines.torch.batch.step_plan import PlanSizes, StepPlan, pageable_memory, plan_chunks
+from text_generation_shard.engines.torch.engine.warm_up import deep_step
 from text_generation_shard.engines.torch.kernels.chunk_attention import (
     SPLIT_KEYS,
     ChunkTile,
@@ -17,6 +22,7 @@ from text_generation_shard.engines.torch.kernels.chunk_attention import (
     tile_for,
 )
 from text_generation_shard.engines.torch.kernels.flashinfer_chunks import FlashInferChunks
+from text_generation_shard.step.table import SequenceTable
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
@@ -43,9 +49,10 @@ def test_chunks_match_the_formula(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap, groups={})
+    shape, scale = (heads, kv_heads, head_dim), head_dim**-0.5
+    attention = PagedChunkAttention(*shape, device, scale=scale, softcap=softcap, groups={window: 1})
     for images in ((), IMAGES):
-        compare(attention, (heads, kv_heads, head_dim), softcap, window, stored, device, dtype, images=images)
+        compare(attention, shape, softcap, window, stored, device, dtype, images=images)
 
 
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(6, 32, 16), (70, 24, 8), full(128, 512, 64)])
@@ -53,7 +60,9 @@ def test_heads_attend_to_latent_rows(
     heads: int, latent: int, rotated: int, device: torch.device, dtype: torch.dtype
 ) -> None:
     shape = heads, 1, latent + rotated
-    attention = PagedChunkAttention(*shape, device, scale=shape[2] ** -0.5, softcap=None, groups={}, latent=latent)
+    attention = PagedChunkAttention(
+        *shape, device, scale=shape[2] ** -0.5, softcap=None, groups={None: 1}, latent=latent
+    )
     compare(attention, shape, None, None, None, device, dtype, latent)
 
 
@@ -75,7 +84,8 @@ def test_the_keys_of_a_few_tokens_are_divided(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    attention = PagedChunkAttention(*shape, device, scale=shape[2] ** -0.5, softcap=None, groups={}, latent=latent)
+    scale, groups = shape[2] ** -0.5, {window: 1}
+    attention = PagedChunkAttention(*shape, device, scale=scale, softcap=None, groups=groups, latent=latent)
     for images in ((), ((2, 6),)):
         compare(attention, shape, None, window, stored, device, dtype, latent, images, LONG)
 
@@ -94,7 +104,7 @@ def test_flashinfer_matches_the_formula(
     dtype: torch.dtype,
 ) -> None:
     shape = heads, kv_heads, head_dim
-    attention = FlashInferChunks(*shape, {window: 0}, (dtype, stored or dtype), scale=head_dim**-0.5)
+    attention = FlashInferChunks(*shape, {window: 1}, (dtype, stored or dtype), scale=head_dim**-0.5)
     compare(attention, shape, None, window, stored, device, dtype)
 
 
@@ -110,7 +120,7 @@ def compare(
     images: tuple[tuple[int, int], ...] = (),
     lengths: tuple[tuple[int, int], ...] = LENGTHS,
 ) -> None:
-    """Compare attention with the formula in float64.
+    """Compare attention with the formula in float64. Its group is the second one; the first has a block for each chunk.
 
     Positions of the cache that no token attends to are NaN, for our kernel. A cache of another dtype has scales.
     """
@@ -124,11 +134,13 @@ def compare(
     for (tokens, length), own in zip(lengths, pages, strict=True):
         for position in range(0 if window is None else max(0, length - tokens - window + 1), length):
             cache[own[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE] = torch.randn(2, kv_heads, head_dim)
-    total = sum(tokens for tokens, _ in lengths)
-    plan = StepPlan.blank(PlanSizes(total, total, 0, sum(tables), len(lengths)), greedy=True, memory=pageable_memory)
-    plan.column("pages")[:] = torch.cat(pages)
+    total, count = sum(tokens for tokens, _ in lengths), len(lengths)
+    sizes = PlanSizes(total, total, 0, count + sum(tables), count, groups=2)
+    plan = StepPlan.blank(sizes, greedy=True, memory=pageable_memory)
+    plan.column("pages")[:] = torch.cat([numbers[-1:].expand(count), *pages])
     plan.column("query_indptr")[:] = torch.tensor([0, *(tokens for tokens, _ in lengths)]).cumsum(0)
-    plan.column("page_indptr")[:] = torch.tensor([0, *tables]).cumsum(0)
+    for group, ends in enumerate(([0, *[1] * count], [count, *tables])):
+        plan.column("page_indptr")[slice(*plan.page_indptr(group))] = torch.tensor(ends).cumsum(0)
     plan.column("last_pages")[:] = [(length - 1) % BLOCK_SIZE + 1 for _, length in lengths]
     names = ("query_indptr", "page_indptr", "last_pages", "pages")
     columns = {name: torch.from_numpy(plan.column(name)).to(device) for name in names}
@@ -157,6 +169,25 @@ def compare(
     whole = narrowed(torch.cat(expected), queries, out[:, :width])
     assert relative_error(out[:, :width], whole) < tolerance
     assert out[:, width:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("groups", "divides"), [({None: 0}, True), ({128: 1}, False), ({None: 0, 128: 1}, True)], ids=str
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 2, 256), (64, 64, 64)])
+def test_the_warm_up_has_a_step_of_divided_keys(
+    heads: int, kv_heads: int, head_dim: int, groups: dict[int | None, int], divides: bool
+) -> None:
+    info = replace(GPU_ENGINE, block_size=BLOCK_SIZE, max_sequence_length=1 << 17)
+    kinds = CacheGroup(1), CacheGroup(1, 128)
+    table = SequenceTable(info, kinds)
+    assert not table.apply(deep_step(info, kinds))
+    plan = plan_chunks(table.rows(), [], (None, 128), greedy=True)
+    columns = {"page_indptr": torch.from_numpy(plan.column("page_indptr"))}
+    attention = PagedChunkAttention(
+        heads, kv_heads, head_dim, torch.device("cpu"), scale=1.0, softcap=None, groups=groups
+    )
+    assert attention.plan(plan, columns) == divides
 
 
 @pytest.mark.parametrize("head_dim", [40, 96, 192, 512])
