@@ -39,3 +39,10 @@ def test_matches_float64_rounded_once(
     assert rounded_once(out, activate(gate_up.double(), kind))
     out.fill_(torch.nan)
     assert buffer.isnan().all()
+
+
+def test_a_change_is_added_before(dtype: torch.dtype, device: torch.device) -> None:
+    gate_up, change = (torch.randn(3, 2 * 1531 + rest, device=device).to(dtype)[:, : 2 * 1531] for rest in (0, 8))
+    out = torch.empty(3, 1531, device=device, dtype=dtype)
+    activation.activate(gate_up, "silu", out, change)
+    assert rounded_once(out, activate(gate_up.double() + change.double(), "silu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from text_generation_shard.engines.torch.kernels.adapters import FEW_TOKENS, GroupedRows
+from text_generation_shard.engines.torch.kernels.adapters import ACTIVATED_TOKENS, FEW_TOKENS, GroupedRows
 from text_generation_shard.engines.torch.kernels.operands import AdapterStack
 from text_generation_shard.engines.torch.layers.adapted_linear import LoopedRows
 
@@ -20,8 +20,8 @@ SAME = 100
 def test_shrink_and_expand(device: torch.device, dtype: torch.dtype, tokens: int, rank: int, inputs: int) -> None:
     draw = torch.Generator().manual_seed(tokens)
     # A projection has outputs on both sides of another, as the gates of Qwen3-Next.
-    parts = [0] * 130 + [1] * 17 + [0] * 9
-    down = torch.randn(ADAPTERS, 2 * rank, inputs, generator=draw) * inputs**-0.5
+    parts = [0] * 130 + [1] * 17 + [0] * 9 + [2] * 5
+    down = torch.randn(ADAPTERS, 3 * rank, inputs, generator=draw) * inputs**-0.5
     up = torch.randn(ADAPTERS, len(parts), rank, generator=draw) * rank**-0.5
     indices = torch.randint(0, ADAPTERS + 1, (tokens,), generator=draw, dtype=torch.int32)
     indices[0] = 2
@@ -62,7 +62,7 @@ def test_embeddings_and_logits(device: torch.device, dtype: torch.dtype, tokens:
         check(found, expected, y, indices)
 
 
-@pytest.mark.parametrize(("tokens", "rank"), [(33, 16), (FEW_TOKENS + 1, 128)], ids=str)
+@pytest.mark.parametrize(("tokens", "rank"), [(33, 16), (ACTIVATED_TOKENS + 1, 16), (FEW_TOKENS + 1, 128)], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["two", "fused"])
 def test_the_product_of_gate_and_up_with_its_activation(
     device: torch.device, dtype: torch.dtype, tokens: int, rank: int, fused: bool
