@@ -75,6 +75,13 @@ async def test_choices_stand_in_the_order_of_their_prompts_however_they_end(stac
     assert reply["usage"] == {"prompt_tokens": 7, "completion_tokens": 18, "total_tokens": 25, **NONE_CACHED}
 
 
+async def test_characters_of_token_ids_are_counted_if_they_are_decoded(stack: Stack) -> None:
+    for prompt, echo, characters in (("Hello there", False, 11), ([19556, 665], False, 0), ([19556, 665], True, 11)):
+        reply = await stack.ask(COMPLETIONS, {"prompt": prompt, "echo": echo, "max_tokens": 1})
+        assert reply.headers["x-compute-characters"] == str(characters)
+        assert reply.body["usage"]["prompt_tokens"] == 2
+
+
 async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
     """Evaluation harnesses send such requests."""
     body = {"prompt": [19556, 665], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
