@@ -29,6 +29,8 @@ SHARED_MEMORY_ON_CPU, MULTIPROCESSORS_ON_CPU = 232448, 132
 """Bytes per program, and programs at a time, where no device says: those of an H200."""
 SPLIT_KEYS = 1024
 """Keys of a program, at least, if the keys of a token are divided."""
+WORTH_SPLITS = 3
+"""From so many parts on our kernel is faster than FlashInfer's, which computes a tile in 0.6 of the time: by whole prompts on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class PagedChunkAttention:
     def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> bool:
         """Remember the chunks of a step; `columns` are those of the plan on the device.
 
-        Return True if the keys of one of `groups` are divided: there are few tokens for a GPU, which attend to many.
+        Return True if the keys of one of `groups` are divided enough: there are few tokens for a GPU, which attend to many.
         """
         self._columns = columns
         tiles = triton.cdiv(plan.longest_chunk, self._tokens), self._num_kv_heads * self._head_tiles
@@ -108,7 +110,7 @@ class PagedChunkAttention:
             longest = int(np.diff(plan.column("page_indptr")[part]).max()) * BLOCK_SIZE
             self._page_indptr[window] = columns["page_indptr"][part]
             self._splits[window] = max(1, min(most, longest // SPLIT_KEYS))
-        return max(self._splits.values()) > 1
+        return max(self._splits.values()) >= WORTH_SPLITS
 
     def run(
         self,

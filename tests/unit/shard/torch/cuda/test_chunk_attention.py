@@ -27,7 +27,7 @@ from text_generation_shard.step.table import SequenceTable
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
 """Tokens of each chunk, and the length of its sequence after it."""
-LONG = ((1, 1), (7, 2 * SPLIT_KEYS + 9), (3, SPLIT_KEYS))
+LONG = ((1, 1), (7, 3 * SPLIT_KEYS + 9), (3, SPLIT_KEYS))
 """Chunks whose keys are divided."""
 IMAGES = ((2, 6), (11, 38))
 """First token and end, in the tokens of all chunks, of images whose tokens attend to one another."""
@@ -174,7 +174,7 @@ def compare(
 @pytest.mark.parametrize(
     ("groups", "divides"), [({None: 0}, True), ({128: 1}, False), ({None: 0, 128: 1}, True)], ids=str
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 2, 256), (64, 64, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 2, 256), (40, 40, 128)])
 def test_the_warm_up_has_a_step_of_divided_keys(
     heads: int, kv_heads: int, head_dim: int, groups: dict[int | None, int], divides: bool
 ) -> None:
