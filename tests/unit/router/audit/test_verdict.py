@@ -106,6 +106,12 @@ def test_a_drift_that_no_single_token_shows_is_another_text() -> None:
     assert verdict(ROUNDED, replayed=dict.fromkeys(range(6), -0.38)).verdict is Verdict.SAME
 
 
+def test_one_token_of_a_recurrent_model_may_be_as_far_off_as_float32_is() -> None:
+    assert verdict(RECURRENT, replayed={3: -0.501}).verdict is Verdict.SAME
+    assert verdict(EXACT, replayed={3: -0.501}).verdict is Verdict.DIFFERENT
+    assert verdict(RECURRENT, replayed={3: -0.506}).verdict is Verdict.DIFFERENT
+
+
 def test_tokens_without_a_score_are_not_judged() -> None:
     assert verdict(EXACT, replayed={4: nan}, drawn={4: (0, nan)}).verdict is Verdict.SAME
     assert verdict(EXACT, replayed=dict.fromkeys(range(20), nan)).verdict is Verdict.UNJUDGED
