@@ -62,7 +62,7 @@ def test_embeddings_and_logits(device: torch.device, dtype: torch.dtype, tokens:
         check(found, expected, y, indices)
 
 
-@pytest.mark.parametrize(("tokens", "rank"), [(33, 16), (ACTIVATED_TOKENS + 1, 16), (FEW_TOKENS + 1, 128)], ids=str)
+@pytest.mark.parametrize(("tokens", "rank"), [(33, 128), (ACTIVATED_TOKENS + 1, 16), (FEW_TOKENS + 1, 16)], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["two", "fused"])
 def test_the_product_of_gate_and_up_with_its_activation(
     device: torch.device, dtype: torch.dtype, tokens: int, rank: int, fused: bool

@@ -67,12 +67,12 @@ def test_heads_attend_to_latent_rows(
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "latent", "stored"),
+    ("shape", "window", "latent", "stored", "images"),
     [
-        ((6, 2, 40), None, 0, None),
-        ((6, 2, 40), SPLIT_KEYS + 20, 0, None),
-        ((4, 1, 24), None, 16, None),
-        ((4, 2, 32), None, 0, torch.float8_e4m3fn),
+        ((6, 2, 40), None, 0, None, ()),
+        ((3, 1, 40), 2 * SPLIT_KEYS + 20, 0, None, ((2, 6),)),
+        ((4, 1, 24), None, 16, None, ()),
+        ((2, 1, 32), None, 0, torch.float8_e4m3fn, ()),
     ],
     ids=str,
 )
@@ -81,13 +81,13 @@ def test_the_keys_of_a_few_tokens_are_divided(
     window: int | None,
     latent: int,
     stored: torch.dtype | None,
+    images: tuple[tuple[int, int], ...],
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
     scale, groups = shape[2] ** -0.5, {window: 1}
     attention = PagedChunkAttention(*shape, device, scale=scale, softcap=None, groups=groups, latent=latent)
-    for images in ((), ((2, 6),)):
-        compare(attention, shape, None, window, stored, device, dtype, latent, images, LONG)
+    compare(attention, shape, None, window, stored, device, dtype, latent, images, LONG)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer needs a GPU")
