@@ -66,7 +66,7 @@ def steps(device: torch.device, beside: Callable[[], object]) -> list[float]:
         while not over.is_set():
             beside()
 
-    thread = threading.Thread(target=repeat)
+    thread = threading.Thread(target=repeat, daemon=True)  # an error of a step ends the program
     thread.start()
     found: list[float] = []
     for _ in range(STEPS + 1):

@@ -10,7 +10,7 @@ from typing import Any
 
 from text_generation_common.log import log
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.audit.records import MAX_RECORDS, record_of, write_record
+from text_generation_router.audit.records import MAX_RECORDS, make_folder, record_of, write_record
 from text_generation_router.audit.served import MAX_TRIES, OPTIONAL, KeptRequests, Served
 from text_generation_router.audit.verdict import Bounds, Findings, Judgement, Verdict, judge
 from text_generation_router.config import RouterConfig
@@ -33,7 +33,7 @@ def is_chosen(request_id: RequestId, share: float) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Auditor:
-    """A StepObserver before that of the metrics."""
+    """A StepObserver before that of the metrics. Raises CannotServe if it cannot write records."""
 
     scheduler: Scheduler
     observer: StepObserver
@@ -56,6 +56,10 @@ class Auditor:
     _kept: KeptRequests = field(default_factory=KeptRequests)
     _replayed: Served | None = None
     """The request that is being replayed; also one that gave way, until its slot is free."""
+
+    def __post_init__(self) -> None:
+        if self.config.audit_folder:
+            make_folder(self.config.audit_folder)
 
     @property
     def waiting(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import nan
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import orjson
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -45,12 +46,20 @@ def record_of(
     return orjson.dumps(record, option=orjson.OPT_INDENT_2)
 
 
+def make_folder(folder: str) -> None:
+    """Make the folder of the records. Raises CannotServe if nothing can be written there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CannotServe(f"--audit-folder {folder}: {error.strerror or error}") from error
+
+
 def write_record(folder: str, request_id: int, record: bytes) -> None:
     """Write a record, and log its path. It may take long."""
     # A router that starts again counts requests from 1.
     path = Path(folder, f"audit-{time.time_ns()}-{request_id}.json")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600, exist_ok=False)  # it holds what clients wrote, as token ids
         path.write_bytes(record)
         log.info("audit record written", path=str(path))

@@ -11,7 +11,7 @@ from shard_server import serve_engine
 
 from text_generation_common.exit_codes import CannotServe
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.audit.records import read_record, record_of, replay_record
+from text_generation_router.audit.records import make_folder, read_record, record_of, replay_record
 from text_generation_router.audit.served import Served
 from text_generation_router.audit.verdict import Judgement, Verdict
 from text_generation_router.request import Request, RequestId
@@ -44,6 +44,14 @@ def test_a_record_whose_replay_would_score_other_tokens_is_refused(tmp_path: Pat
         path.write_bytes(orjson.dumps(wrong))
         with pytest.raises(CannotServe, match="its order scores no generated tokens"):
             read_record(path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    make_folder(str(tmp_path / "new" / "records"))
+    assert [*(tmp_path / "new" / "records").iterdir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotServe, match=r"--audit-folder .*/file/records: Not a directory"):
+        make_folder(str(tmp_path / "file" / "records"))
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
