@@ -56,6 +56,8 @@ class GroupedRows:
 
     def __init__(self, indices: Tensor, count: int) -> None:
         self._few = len(indices) <= FEW_TOKENS
+        self._is_beside = self._few and indices.is_cuda
+        """True if products run in the second stream, beside that of the base."""
         self._block_rows = FEW_BLOCK_ROWS if self._few else BLOCK_ROWS
         few = min(triton.cdiv(len(indices), ROWS_OF_A_PROGRAM), FEW_PROGRAMS)
         self._programs = count, few if self._few else PROGRAMS
@@ -66,7 +68,7 @@ class GroupedRows:
     def begin(self, x: Tensor, stack: AdapterStack, *, beside: bool = True) -> Tensor:
         # All memory is of the stream of the base product, which waits for the second one before it frees any.
         shrunk = self._empty_shrunk(x, stack)
-        if not (beside and self._few and x.is_cuda):
+        if not (beside and self._is_beside):
             self._shrink(x, stack, shrunk)
             return shrunk
         change = x.new_empty(len(x), stack.up.shape[1])
@@ -86,7 +88,7 @@ class GroupedRows:
             y += begun
 
     def update(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], residual: Tensor) -> Tensor:
-        if self._few and x.is_cuda:
+        if self._is_beside:
             self._multiply_beside(x, stack, self._empty_shrunk(x, stack), residual)
             y = base()
             self._join()
@@ -96,13 +98,13 @@ class GroupedRows:
         return y
 
     def activate(self, x: Tensor, stack: AdapterStack, base: Callable[[], Tensor], kind: str, out: Tensor) -> None:
-        if len(x) <= ACTIVATED_TOKENS and x.is_cuda:
+        if self._is_beside and len(x) <= ACTIVATED_TOKENS:
             begun, y = self.begin(x, stack), base()
             self._join()
             activate(y, kind, out, begun)
             return
         shrunk = self._empty_shrunk(x, stack)
-        if self._few and x.is_cuda:
+        if self._is_beside:
             self._multiply_beside(x, stack, shrunk, None)
             y = base()
             self._join()
@@ -306,9 +308,7 @@ def _expand_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
             for at in range(0, RANK, RANK_TILE):
                 ranks = at + tl.arange(0, RANK_TILE)
                 places = shrunk + rows[:, None] * WIDTH + (part * RANK + ranks)[None, :]
-                values = tl.load(places, mask=is_real, other=0.0)
-                for split in tl.static_range(1, SPLITS):
-                    values += tl.load(places + split * tokens * WIDTH, mask=is_real, other=0.0)
+                values = _sum_of_splits(places, is_real, tokens * WIDTH, SPLITS)
                 b = tl.load(weights + outputs[None, :] * RANK + ranks[:, None], mask=exists, other=0.0)
                 total += tl.dot(values.to(b.dtype), b, input_precision="ieee")
             total += base.to(tl.float32)
@@ -349,6 +349,7 @@ def _expand_activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     for start in range(first, end, PROGRAMS * BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         inside = rows < end
+        is_real = inside[:, None] & (number > 0)
         mask = inside[:, None] & exists
         sources = tl.load(order + rows, mask=inside, other=0).to(tl.int64)[:, None]
         at = y + sources * y_stride + columns[None, :]
@@ -358,14 +359,10 @@ def _expand_activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         ups = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
         for rank in range(0, RANK, RANK_TILE):
             ranks = rank + tl.arange(0, RANK_TILE)
-            is_real = inside[:, None] & (number > 0)
             places = shrunk + rows[:, None] * WIDTH + ranks[None, :]
             last_part = places + (WIDTH - RANK)  # gate and up of a projection that has both are of one part
-            gate_values = tl.load(places, mask=is_real, other=0.0)
-            up_values = tl.load(last_part, mask=is_real, other=0.0)
-            for split in tl.static_range(1, SPLITS):
-                gate_values += tl.load(places + split * tokens * WIDTH, mask=is_real, other=0.0)
-                up_values += tl.load(last_part + split * tokens * WIDTH, mask=is_real, other=0.0)
+            gate_values = _sum_of_splits(places, is_real, tokens * WIDTH, SPLITS)
+            up_values = _sum_of_splits(last_part, is_real, tokens * WIDTH, SPLITS)
             gate_b = tl.load(weights + ranks[:, None], mask=exists, other=0.0)
             up_b = tl.load(weights + INNER * RANK + ranks[:, None], mask=exists, other=0.0)
             gates += tl.dot(gate_values.to(gate_b.dtype), gate_b, input_precision="ieee")
@@ -374,6 +371,15 @@ def _expand_activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         ups += up_base.to(tl.float32)
         values = activated(gates, KIND) * ups
         tl.store(out + sources * out_stride + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_splits(places: tl.tensor, mask: tl.tensor, distance: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
+    """Return the sums of the shrunk values of all divisions of the inputs, `distance` numbers apart, in order."""
+    values = tl.load(places, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        values += tl.load(places + split * distance, mask=mask, other=0.0)
+    return values
 
 
 @triton.jit
