@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--trace", default="")
     parser.add_argument("--prompt", type=int, default=30)
@@ -141,6 +142,7 @@ def measure(args: argparse.Namespace, adapters: str) -> None:
             model_path=args.model,
             load_format=args.load_format,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             trace_steps=args.trace,
             lora_adapters=adapters,

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
-from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW, merge, sink_weights
+from text_generation_shard.engines.torch.kernels.decode_attention import NO_WINDOW
 from text_generation_shard.engines.torch.kernels.decode_launch import FLOATS_PER_WARP
+from text_generation_shard.engines.torch.kernels.partial_results import LOG2_E, merge, sink_weights
 
 MAX_HEAD_DIM = 512
 """Wider heads do not fit the registers and the shared memory of a multiprocessor."""

@@ -10,8 +10,6 @@ Lengths and block tables are read on the device. The number of programs depends 
 can be replayed with other lengths, and the result of a row does not depend on the lengths of the others.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +24,11 @@ from text_generation_shard.engines.torch.kernels.decode_launch import (
     group_rows,
 )
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
+from text_generation_shard.engines.torch.kernels.partial_results import LOG2_E, group_sink_weights, merge
 
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
-LOG2_E = math.log2(math.e)
 LATENT_HEADS = 64
 """Most query heads of a program that reads latent rows: eight warps hold their results."""
 
@@ -99,6 +97,7 @@ class DecodeAttention:
             step.positions,
             step.slots,
             step.block_tables,
+            cache_layer.view(torch.int16) if cache_layer.itemsize == 1 and queries.itemsize == 2 else None,
             out,
             self._partials,
             self._logs,
@@ -154,6 +153,7 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     positions: tl.tensor,
     slots: tl.tensor,
     block_tables: tl.tensor,
+    pairs: tl.tensor | None,
     out: tl.tensor,
     partials: tl.tensor,
     logs: tl.tensor,
@@ -213,6 +213,14 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+    if pairs is not None:
+        # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers.
+        largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), 1e-30)
+        query = (query / largest).to(tl.float16)
+        scale *= largest
+        mean = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
+        odd = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
+        pair_dims = tl.arange(0, WIDTH // 2)
     # Block numbers are loaded one iteration ahead.
     number = tl.load(table + begin)
     for block in range(begin, end):
@@ -229,9 +237,17 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
             value = key
             key_rest = tl.load(rows + rest[None, :], mask=visible[:, None] & is_rest, other=0.0)
             scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
-        else:
+        elif pairs is None:
             value = tl.load(
                 rows + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=visible[:, None] & is_dim, other=0.0
+            )
+        else:
+            # Bytes cannot be transposed on their way to a matrix product, numbers of 16 bits can: pairs of columns.
+            pair_rows = number.to(tl.int64) * (block_numbers // 2) + (KV_HEADS + kv_head) * (BLOCK * HEAD_DIM // 2)
+            value = tl.load(
+                pairs + pair_rows + offsets[:, None] * (HEAD_DIM // 2) + pair_dims[None, :],
+                mask=visible[:, None] & (pair_dims < HEAD_DIM // 2)[None, :],
+                other=0,
             )
         scores *= scale
         if HAS_SOFTCAP:
@@ -242,12 +258,20 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
         weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weights, axis=1)
-        mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
+        if pairs is None:
+            mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
+        else:
+            low = value.to(tl.int8).to(key.dtype, bitcast=True)
+            high = (value >> 8).to(tl.int8).to(key.dtype, bitcast=True)
+            mean = tl.dot(weights.to(query.dtype), low.to(query.dtype), mean * decay[:, None])
+            odd = tl.dot(weights.to(query.dtype), high.to(query.dtype), odd * decay[:, None])
         maximum = new_maximum
         number = next_number
+    if pairs is not None:
+        mean = tl.interleave(mean, odd)
     if sinks is not None:
         # A row that is split adds the sinks when its parts are merged.
-        total = tl.where(parts == 1, total + _sink_weights(sinks, heads, GROUP, maximum), total)
+        total = tl.where(parts == 1, total + group_sink_weights(sinks, heads, GROUP, maximum), total)
     mean = mean / total[:, None]
     if scales is not None:
         mean *= tl.load(scales + KV_HEADS + kv_head)
@@ -312,69 +336,3 @@ def _row_parts(
     blocks = end_block - first_block
     blocks_per_part = tl.maximum(tl.cdiv(blocks, splits), min_blocks)
     return first_block, end_block, blocks_per_part, tl.cdiv(blocks, blocks_per_part)
-
-
-@triton.jit
-def merge(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
-    partials: tl.tensor,
-    logs: tl.tensor,
-    sinks: tl.tensor | None,
-    out: tl.tensor,
-    row: tl.tensor,
-    splits: int,
-    parts: tl.tensor,
-    first_head: tl.tensor,
-    out_stride: int,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MERGED: tl.constexpr,
-) -> None:
-    """Write the mean of the parts' means for `GROUP` heads of a row, weighted with the sums, whose log 2 is in `logs`."""
-    rows: tl.constexpr = triton.next_power_of_2(GROUP)
-    chunk: tl.constexpr = MERGED // (rows * WIDTH) if rows * WIDTH < MERGED else 1
-    group = tl.arange(0, rows)
-    # Positions beyond the group repeat its last head.
-    heads = first_head + tl.minimum(group, GROUP - 1)
-    dims = tl.arange(0, WIDTH)
-    is_dim = dims < HEAD_DIM
-    maximum = tl.full([rows], float("-inf"), tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    mean = tl.zeros([rows, WIDTH], tl.float32)
-    for first in range(0, parts, chunk):
-        part = first + tl.arange(0, chunk)
-        is_part = part < parts
-        lines = (row * splits + part)[:, None] * HEADS + heads[None, :]
-        # Other programs may have just written these: bypass this multiprocessor's L1 cache.
-        log = tl.load(logs + lines, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
-        partial = tl.load(
-            partials + lines[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=is_part[:, None, None] & is_dim[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_maximum = tl.maximum(maximum, tl.max(log, axis=0))
-        weights = tl.exp2(log - new_maximum[None, :])
-        decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(weights, axis=0)
-        mean = mean * decay[:, None] + tl.sum(weights[:, :, None] * partial, axis=0)
-        maximum = new_maximum
-    if sinks is not None:
-        total += _sink_weights(sinks, heads, GROUP, maximum)
-    mean = mean / total[:, None]
-    targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(targets, mean.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & is_dim[None, :])
-
-
-@triton.jit
-def _sink_weights(sinks: tl.tensor, heads: tl.tensor, GROUP: tl.constexpr, maximum: tl.tensor) -> tl.tensor:
-    """Return `sink_weights` of the heads of a group; rows beyond the group get any."""
-    first = tl.min(heads, axis=0)
-    return sink_weights(sinks, tl.minimum(heads, first + GROUP - 1), maximum)
-
-
-@triton.jit
-def sink_weights(sinks: tl.tensor, heads: tl.tensor, maximum: tl.tensor) -> tl.tensor:
-    """Return the weights of the sinks of `heads` relative to `maximum`, which is in units of log 2."""
-    return tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - maximum)
