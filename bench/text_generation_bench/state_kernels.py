@@ -97,17 +97,20 @@ def decode_rows(rows: int, first: int = 0, drafts: int = 0) -> StateRows:
     return StateRows(len(slots), ints(slots), ints(positions), ints([drafts // 2] * len(slots)))
 
 
-def chunk_rows(lengths: tuple[int, ...], start: int = 64) -> StateRows:
-    """Return chunks of several sequences that begin at the position `start`."""
+def chunk_rows(lengths: tuple[int, ...], start: int = 64, rest: int = 0) -> StateRows:
+    """Return chunks of several sequences that begin at the position `start`, with a checkpoint before the last `rest` tokens."""
     positions: list[int] = []
     chunks, ends = [], [0]
     for block, length in enumerate(lengths):
-        chunks.append(StateChunk(block, block, start, ends[-1], length))
+        chunks.append(StateChunk(block, block, start, ends[-1], length, len(lengths) + block, rest))
         positions += range(start, start + length)
         ends.append(ends[-1] + length)
     blocks = ints(list(range(len(lengths))))
     behind = ints([0] * len(positions))
-    return StateRows(0, ints([]), ints(positions), behind, tuple(chunks), ints(ends), blocks, blocks)
+    checkpoints, rests = blocks + len(lengths), torch.full_like(blocks, rest)
+    return StateRows(
+        0, ints([]), ints(positions), behind, tuple(chunks), ints(ends), blocks, blocks, checkpoints, rests
+    )
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -141,6 +144,7 @@ def states(table: Table) -> None:
     """Check all shapes, then time them. Raises SystemExit if a kernel is wrong."""
     cases = {"32 rows": decode_rows(32), "continued prompts": chunk_rows((200, 64, 3))}
     cases["a new prompt"] = chunk_rows((130,), start=0)
+    cases["checkpoints within prompts"] = chunk_rows((200, 129), rest=70)
     results = [check(shape, rows, name) for shape in SHAPES for name, rows in cases.items()]
     if not all(results):
         raise SystemExit("a kernel is wrong")

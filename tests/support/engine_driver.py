@@ -131,10 +131,15 @@ class Driver:
         stream.blocks += blocks
         self._grants.append((stream.slot, tuple(blocks)))
 
-    def keep_state(self, stream: Stream) -> int:
-        """Let the next chunk write to another block; return the block that stays as a checkpoint of what is computed."""
+    def keep_state(self, stream: Stream, position: int | None = None) -> int:
+        """Let the tokens from `position` on write to another block; return the block that stays as a checkpoint.
+
+        None: those after what is ordered.
+        """
         kept, stream.state = stream.state, self._free_states.pop()
-        self._states.append((stream.slot, (stream.state,)))
+        if position is None:
+            position = len(stream.prompt) - stream.to_prefill
+        self._states.append((stream.slot, (position, stream.state)))
         return kept
 
     def release(self, stream: Stream) -> None:

@@ -472,11 +472,12 @@ class CacheGroup(google.protobuf.message.Message):
     """The token at position p needs positions p - window + 1 to p; 0: all positions up to p."""
     state: builtins.bool
     """The blocks are states: what the layers of the group keep of all tokens before a position. There is one group of states at
-    most, the last. Its blocks of a sequence are in the order of time, not of positions. A chunk of a prompt starts from the last
-    block that was written for the sequence, and writes to the last one given to it; new tokens read and write that one. Where
-    they differ, the older one stays as it is: a checkpoint, the state after the tokens before the chunk. A sequence that continues
+    most, the last. Its blocks of a sequence are in the order of time, not of positions: the tokens from the position on that an
+    order names write to the block that it adds, those before to the last one before that, and new tokens to the last one. Where
+    a block is added the older one stays as it is: a checkpoint, the state after the tokens before. A sequence that continues
     at computed_tokens > 0 has two blocks, the checkpoint at exactly that position and one of its own, another one only its own.
-    Any number of sequences may start from a checkpoint. Blocks are added only until the prompt is computed.
+    Any number of sequences may start from a checkpoint. A block is added at a multiple of block_size, after all others and all
+    tokens ordered before, and before the end of the prompt.
     """
     host_blocks: builtins.int
     """in the host cache, numbered 0 <= block < host_blocks"""
@@ -661,7 +662,9 @@ class Allocations(google.protobuf.message.Message):
     @property
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of a group of states: the position of the first token that writes to the block, and the block"""
+
     def __init__(
         self,
         *,

@@ -179,7 +179,7 @@ class KVCache:
     def may_limit_prompts(self, spare: int, budget: int, growth_tokens: int, prompts: int) -> bool:
         """Return True if a group after the first may lack blocks for `budget` tokens of prompts, with `spare` blocks left.
 
-        Chunks of sequences with states also end where checkpoints are left.
+        Chunks of sequences with states also end at the second checkpoint that is to be left.
         """
         blocks = spare + budget // self.block_size + prompts * (growth_tokens // self.block_size + 3)
         return self.states is not None or (bool(self.pools) and self.is_scarce(blocks))
@@ -191,8 +191,8 @@ class KVCache:
             for pool, held in zip(self.pools, sequence.further, strict=True)
         ]
         end = min([len(sequence.blocks), *ends]) * self.block_size
-        if sequence.states is not None and sequence.states.wanted:
-            end = min(end, sequence.states.wanted[-1].position)
+        if sequence.states is not None and len(sequence.states.wanted) > 1:
+            end = min(end, sequence.states.wanted[-2].position)
         return end - sequence.num_scheduled_tokens
 
     def starved(self, prompts: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
@@ -214,7 +214,12 @@ class KVCache:
                 sequence.capacity = capacity
 
     def chunk_scheduled(
-        self, sequence: ScheduledSequence, growth_tokens: int, spare: int | None, allocations: Sequence[Allocations]
+        self,
+        sequence: ScheduledSequence,
+        chunk: int,
+        growth_tokens: int,
+        spare: int | None,
+        allocations: Sequence[Allocations],
     ) -> None:
         """Give `sequence` the blocks of its scheduled chunk; with the last one, those for growth if `spare` more are left.
 
@@ -230,9 +235,9 @@ class KVCache:
             sequence.capacity = len(sequence.blocks) * self.block_size
             self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
         if self.states is not None and sequence.states is not None:
-            new = self.states.chunk_scheduled(sequence.states, sequence.num_scheduled_tokens)
-            if new:  # not of a sequence that was not sent yet
-                allocations[-1].append((sequence.slot, new))
+            end = sequence.num_scheduled_tokens
+            new = self.states.chunk_scheduled(sequence.states, end - chunk, end)
+            allocations[-1].extend((sequence.slot, each) for each in new)
         if not sequence.unscheduled_tokens:
             self.check_room(sequence)
 
@@ -248,7 +253,7 @@ class KVCache:
         """Return the blocks of a sequence in the groups after the first."""
         blocks = [(held.first, tuple(map(number_of, held.blocks))) for held in sequence.further]
         if (states := sequence.states) is not None:
-            blocks.append((0, tuple(map(number_of, (*states.source, states.current)))))
+            blocks.append((0, tuple(map(number_of, (*states.source, states.first)))))
         return tuple(blocks)
 
     def give_back(self, sequence: ScheduledSequence) -> None:

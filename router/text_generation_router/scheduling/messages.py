@@ -85,7 +85,7 @@ class ReplicaSpec:
 FurtherBlocks = tuple[int, tuple[int, ...]]
 """Blocks of a sequence in a group after the first: the index of the first one, and their numbers."""
 Allocations = list[tuple[int, tuple[int, ...]]]
-"""(slot, additional KV blocks) of one group."""
+"""(slot, additional KV blocks) of one group; (slot, (position, block)) of a group of states."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 To the prefix tree a group of states is a window of one block: a position has a block if a checkpoint is there, the state after its
 tokens, and a prefix is usable if its last position has one. A sequence that continues from a checkpoint holds it until its first
-chunk is computed. Where it leaves one, the chunk after that writes to another block; the block before is cached when the tree gets
-the tokens of the chunk.
+chunk is computed. Where it leaves one, the tokens after that write to another block; the block before is cached when the tree gets
+the tokens before it. A chunk leaves at most one before its end, and one there.
 
 Evicted first: spare checkpoints, and those from which one sequence has gone on to leave another checkpoint, as each turn of a chat
 does. All others follow by their rank, as in GreedyDual-Size-Frequency (Cherkasova 1998): the tokens that a checkpoint saves, once more
@@ -24,6 +24,8 @@ from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, 
 
 @dataclass(slots=True)
 class HeldStates:
+    first: GroupBlock
+    """The block to which its first chunk writes."""
     current: GroupBlock
     """The block to which its last chunk writes. While there is one in `after`, it is a checkpoint."""
     source: Sequence[GroupBlock]
@@ -87,24 +89,30 @@ class StatePool(WindowPool):
         for block in prefix:
             # Its first use lets a further checkpoint replace it. In the example, that is the use by the next question.
             block.uses += not (returns and wanted)
-        return HeldStates(self._take(), prefix, wanted)
+        first = self._take()
+        return HeldStates(first, first, prefix, wanted)
 
-    def chunk_scheduled(self, held: HeldStates, end: int) -> tuple[int, ...]:
-        """Record a chunk that ends at position `end`; return the new block to which it writes, if there is one."""
-        new = held.after
-        if new:
-            (held.current,) = new
+    def chunk_scheduled(self, held: HeldStates, start: int, end: int) -> list[tuple[int, int]]:
+        """Record a chunk; return the new blocks to which it writes, each after the position of the first token that does."""
+        new = [(start, block.number) for block in held.after]
+        if held.after:
+            (held.current,) = held.after
             held.after = []
         while held.wanted and held.wanted[-1].position <= end:
             position, is_spare = held.wanted.pop()
-            if position == end and (self._free if is_spare else self.available):
-                index = end // self._block_size - 1
+            if self._free if is_spare else self.available:
+                index = position // self._block_size - 1
                 held.kept[index] = held.current
                 held.current.position = position
-                held.after = [self._take()]
                 if is_spare:
                     held.spare.add(index)
-        return tuple(block.number for block in new)
+                after = self._take()
+                if position == end:
+                    held.after = [after]
+                else:
+                    held.current = after
+                    new.append((position, after.number))
+        return new
 
     def settle(self, held: HeldStates, position: int) -> None:
         """Drop what is not needed once the tokens before `position`, some of this sequence, are computed and cached."""

@@ -38,10 +38,18 @@ def new_sequence_problem(
     return None
 
 
-def states_problem(groups: Groups, sequence: Sequence, group: int, count: int) -> str | None:
-    if groups[group].is_state and (count != 1 or sequence.computed + sequence.chunk >= sequence.prompt_length):
-        return "a state is added after the prompt, or not alone"
-    return None
+def allocation_problem(
+    groups: Groups, sequence: Sequence, group: int, numbers: tuple[int, ...], block_size: int
+) -> str | None:
+    """Return the problem of blocks added to `sequence`: of a group of states, a position and a block."""
+    if group >= len(groups) or not groups[group].is_state:
+        return blocks_problem(groups, group, numbers)
+    if len(numbers) != 2:
+        return "a state is added with its position, alone"
+    first = max([sequence.computed + sequence.chunk, *(position + 1 for position, _ in sequence.states_ahead)])
+    if not first <= numbers[0] < sequence.prompt_length or numbers[0] % block_size:
+        return f"a state is added at position {numbers[0]}, not at a block of the prompt that is not ordered yet"
+    return blocks_problem(groups, group, numbers[1:])
 
 
 def blocks_problem(groups: Groups, group: int, blocks: tuple[int, ...]) -> str | None:

@@ -68,7 +68,7 @@ class Sequence:
     state_behind: int = 0
     """Its last computed tokens that are not in its state: drafts that were right. The next step adds them."""
     states_ahead: list[tuple[int, int]] = field(default_factory=list)
-    """Later blocks of its state, each with the position of the first token that writes to it: chunks may wait."""
+    """Later blocks of its state, each after the position of the first token that writes to it: before that a checkpoint stays."""
     synced: list[int] = field(default_factory=lambda: [0])
     """Leading blocks of each group that the engine has copied to its block tables."""
     greedy_from: float = math.inf
@@ -145,11 +145,23 @@ class Sequence:
         """False while the mask of its next token is computed beside the steps."""
         return self.matcher is None or self.matcher.is_ready
 
-    def chunk_of_state(self) -> int:
-        """Return the tokens of its chunk that write to one block of the state, and make that block `state_write`."""
+    def chunk_of_states(self) -> int:
+        """Return the tokens of its chunk until the second checkpoint after its first token: a step leaves one of them on its way."""
         if self.states_ahead and self.states_ahead[0][0] == self.computed:
             _, self.state_write = self.states_ahead.pop(0)
-        return min([self.chunk, *(position - self.computed for position, _ in self.states_ahead)])
+        return min([self.chunk, *(position - self.computed for position, _ in self.states_ahead[1:])])
+
+    def checkpoint_within(self, length: int) -> tuple[int, int]:
+        """Return the block of the checkpoint within its next tokens, and those of them after it; zeros if there is none.
+
+        The block of its state after them becomes `state_write`.
+        """
+        end = self.computed + length
+        if not self.states_ahead or self.states_ahead[0][0] >= end:
+            return 0, 0
+        position, block = self.states_ahead.pop(0)
+        checkpoint, self.state_write = self.state_write, block
+        return checkpoint, end - position
 
     def chunk_of_images(self, most: int) -> int:
         """Return how many of the next `most` tokens can be computed with the images that are encoded; it may be negative."""
@@ -219,6 +231,8 @@ class StepRow:
     drafts: tuple[int, ...] = ()
     """The tokens at the positions after the first, if they are drafted: the step then samples the token after each position."""
     draft_source: str = ""
+    checkpoint: tuple[int, int] = (0, 0)
+    """See `Sequence.checkpoint_within`."""
 
     def add(self, draft: Draft | None) -> None:
         """Let it verify a draft."""

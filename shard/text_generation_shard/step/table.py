@@ -127,9 +127,9 @@ class SequenceTable:
             for slot, blocks in allocations:
                 # An order may cross a finish on the wire: ignore unknown slots.
                 if sequence := self.sequences.get(slot):
-                    if problem := order_checks.blocks_problem(
-                        self.groups, group, blocks
-                    ) or order_checks.states_problem(self.groups, sequence, group, len(blocks)):
+                    if problem := order_checks.allocation_problem(
+                        self.groups, sequence, group, blocks, self.info.block_size
+                    ):
                         failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     else:
                         self._allocate(sequence, group, blocks)
@@ -165,7 +165,7 @@ class SequenceTable:
         room = self.most_tokens - StepRows(persistent, rows).tokens if self._chunked else 0
         for sequence in self._chunked:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
-                length = min(sequence.chunk_of_state(), room - prompt_tokens)
+                length = min(sequence.chunk_of_states(), room - prompt_tokens)
                 if sequence.has_images:
                     length = sequence.chunk_of_images(length)
                 last = sequence.computed + length == sequence.prompt_length
@@ -173,7 +173,9 @@ class SequenceTable:
                 if length <= 0 or (needs_matcher and sequence.pending_matcher is not None):
                     waiting.append(sequence)
                     continue
-                rows.append(StepRow(sequence, sequence.computed, length, samples=last))
+                row = StepRow(sequence, sequence.computed, length, samples=last)
+                row.checkpoint = sequence.checkpoint_within(length)
+                rows.append(row)
                 prompt_tokens += length
                 sequence.chunk -= length
                 if sequence.chunk:
@@ -339,7 +341,8 @@ class SequenceTable:
 
     def _allocate(self, sequence: Sequence, group: int, blocks: tuple[int, ...]) -> None:
         if self.groups[group].is_state:
-            sequence.states_ahead.append((sequence.computed + sequence.chunk, blocks[-1]))
+            position, block = blocks
+            sequence.states_ahead.append((position, block))
             return
         sequence.tables[group].extend(blocks)
         sequence.update_end(self.info.block_size)

@@ -139,18 +139,23 @@ class StateLedger:
         self._contents = [0] * group.num_blocks
         self._texts: dict[HeldSequence, tuple[int, int]] = {}
         """The computed tokens of each sequence, and their hash."""
+        self._blocks: dict[HeldSequence, list[tuple[int, int]]] = {}
+        """The blocks of the states of each, with the positions of the first tokens that write to them."""
 
     def record(self, held: Iterable[HeldSequence]) -> str | None:
         """Write the states after what was computed since the last call; return the problem with one that is needed, or None."""
         known = dict(self._texts)
         for sequence in {**self._texts, **dict.fromkeys(held)}:
             length, text = known.get(sequence, (0, hash(sequence.adapter)))
-            for token in sequence.tokens[length : sequence.computed]:
+            blocks = self._blocks.get(sequence, [])
+            for position, token in enumerate(sequence.tokens[length : sequence.computed], length):
                 text = hash((text, token))
-            if sequence in known and sequence.computed > length:  # what a new one finds computed was written by others
-                self._contents[sequence.state_write] = text
+                # What a new one finds computed was written by others.
+                for block in [block for start, block in blocks if start <= position][-1:]:
+                    self._contents[block] = text
             known[sequence] = sequence.computed, text
         self._texts = {sequence: text for sequence, text in known.items() if sequence.is_held}
+        self._blocks = {each: [(0, each.state_write), *each.states_ahead] for each in self._texts}
         for sequence, (length, text) in self._texts.items():
             if length and self._contents[sequence.state_read] != text:
                 return f"slot {sequence.slot} needs the state after {length} tokens, block {sequence.state_read} has another"
@@ -191,6 +196,7 @@ class WindowLedger:
                     self._contents[self._place(sequence, position)] = text[position]
             known[sequence] = text
         self._texts = {sequence: text for sequence, text in known.items() if sequence.is_held}
+        self._blocks = {each: [(0, each.state_write), *each.states_ahead] for each in self._texts}
         for sequence, text in self._texts.items():
             block = self._group.first_block(sequence.computed, self._size)
             for position in range(block * self._size, sequence.computed):

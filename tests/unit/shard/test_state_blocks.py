@@ -28,20 +28,22 @@ def test_chunks_that_waited_are_divided_at_the_blocks_of_states() -> None:
         images=Future(),
     )
     assert not table.apply(Orders(1, placements=(new,), prefill=((0, 4),)))
-    written: list[tuple[int, int, int, int]] = []
+    written: list[tuple[int, int, int, int, tuple[int, int]]] = []
 
     def step() -> None:
         rows = table.rows()
         for row in rows.others:
-            written.append((row.start, row.length, row.sequence.state_read, row.sequence.state_write))
+            states = row.sequence.state_read, row.sequence.state_write
+            written.append((row.start, row.length, *states, row.checkpoint))
         table.begin(rows)
 
     step()
     for number, block in ((2, 6), (3, 7)):
-        assert not table.apply(Orders(number, further_allocations=(((0, (block,)),),), prefill=((0, 4),)))
+        state = 4 * number - 4, block
+        assert not table.apply(Orders(number, further_allocations=(((0, state),),), prefill=((0, 4),)))
     step()
-    assert written == [(0, 2, 5, 5)], "only the tokens before the image"
+    assert written == [(0, 2, 5, 5, (0, 0))], "only the tokens before the image"
     table.sequences[0].image_limit = 12
-    for _ in range(3):
+    for _ in range(2):
         step()
-    assert written[1:] == [(2, 2, 5, 5), (4, 4, 5, 6), (8, 4, 6, 7)]
+    assert written[1:] == [(2, 6, 5, 6, (5, 4)), (8, 4, 6, 7, (0, 0))], "a step leaves one checkpoint before its end"

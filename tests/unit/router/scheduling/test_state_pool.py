@@ -8,6 +8,7 @@ from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.cache_groups import CacheGroup
 from text_generation_router.scheduling.checkpoints import MIN_GAIN, SPACING, StateCheckpoint, checkpoints
+from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.state_pool import StatePool
 
 FAR = 10 * MIN_GAIN
@@ -112,13 +113,37 @@ def test_a_checkpoint_is_held_until_the_chunk_that_reads_it_is_computed() -> Non
     pool = StatePool(CacheGroup(4, is_state=True), BLOCK)
     held = pool.start((), [StateCheckpoint(2 * BLOCK)])
     (own,) = held.blocks
-    pool.chunk_scheduled(held, 2 * BLOCK)
-    new = pool.chunk_scheduled(held, 3 * BLOCK)
-    assert new != (own.number,)
+    assert not pool.chunk_scheduled(held, 0, 2 * BLOCK)
+    ((position, block),) = pool.chunk_scheduled(held, 2 * BLOCK, 3 * BLOCK)
+    assert position == 2 * BLOCK
+    assert block != own.number
     pool.settle(held, 2 * BLOCK)
     assert own in held.blocks
     pool.settle(held, 2 * BLOCK + 1)
     assert own not in held.blocks
+
+
+def test_a_chunk_leaves_a_checkpoint_before_its_last_tokens_and_one_at_its_end() -> None:
+    rig = Chats(states=9)
+
+    def orders_of(blocks: int, *turn_ends: int) -> list[SchedulerOutput]:
+        rig.orders.clear()
+        rig.serve(words(1, blocks * BLOCK + 5), 2, turn_ends=tuple(end * BLOCK for end in turn_ends))
+        return [each for _, each in rig.orders if each.prefill]
+
+    (first,) = orders_of(3)
+    assert [chunk for _, chunk in first.prefill] == [3 * BLOCK + 5]
+    (((_, (position, after)),),) = first.further_allocations
+    (own,) = first.placements[0].further_blocks[0][1]
+    assert position == 3 * BLOCK
+    assert after != own
+    # Of two, the second one ends a chunk.
+    ordered = orders_of(6, 4, 6)
+    assert ordered[0].placements[0].cached_tokens == 3 * BLOCK
+    assert [chunk for each in ordered for _, chunk in each.prefill] == [3 * BLOCK, 5]
+    assert [[at for _, (at, _) in each.further_allocations[0]] for each in ordered] == [[4 * BLOCK], [6 * BLOCK]]
+    assert rig.hit(words(1, 6 * BLOCK + 9)) == 6 * BLOCK
+    check_scheduler(rig.scheduler)
 
 
 def test_long_chats_keep_their_checkpoints_among_short_prompts_until_they_end() -> None:

@@ -71,12 +71,10 @@ def fill_states(engine: TorchEngine, value: float) -> None:
             pool.fill_(value)
 
 
-def with_checkpoints(driver: Driver, prompt: tuple[int, ...], every: int) -> tuple[Stream, dict[int, int]]:
+def with_checkpoints(driver: Driver, prompt: tuple[int, ...], every: int, chunk: int) -> tuple[Stream, dict[int, int]]:
     """Compute a prompt, and keep its state after each `every` tokens; return its stream and the blocks by position."""
-    stream, kept = driver.admit(prompt, NEW, chunk=every), {}
-    for position in range(every, len(prompt), every):
-        driver.step()
-        kept[position] = driver.keep_state(stream)
+    stream = driver.admit(prompt, NEW, chunk=chunk)
+    kept = {position: driver.keep_state(stream, position) for position in range(every, len(prompt), every)}
     driver.run()
     return stream, kept
 
@@ -87,13 +85,14 @@ def same(stream: Stream, expected: Stream) -> None:
     assert stream.logprobs == pytest.approx(expected.logprobs, abs=5e-5)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
-def test_every_checkpoint_continues_as_if_nothing_was_cached(driver: Driver, sampling: Sampling) -> None:
+@pytest.mark.parametrize(("sampling", "chunk"), [(Sampling(), 16), (SEEDED, 23)], ids=["greedy", "seeded"])
+def test_every_checkpoint_continues_as_if_nothing_was_cached(driver: Driver, sampling: Sampling, chunk: int) -> None:
+    """Checkpoints are left at the ends of chunks, and within them."""
     expected = []
     for prompt in FORKS:
         expected.append(driver.admit(prompt, NEW, sampling=sampling))
         driver.run()
-    owner, kept = with_checkpoints(driver, PROMPT, 16)
+    owner, kept = with_checkpoints(driver, PROMPT, 16, chunk)
     # All at once, in other chunks, each from its own checkpoint; the last two are preempted later.
     streams = []
     for number, (prompt, position) in enumerate(zip(FORKS, kept, strict=True)):
@@ -143,8 +142,8 @@ def test_orders_that_break_the_rules_of_states_are_refused_alone(driver: Driver)
         assert problem in failure.message
     while stream.to_prefill:
         driver.step()
-    (failure,) = driver.engine.apply(Orders(3, further_allocations=(((stream.slot, (3,)),),)))
-    assert "after the prompt" in failure.message
+    (failure,) = driver.engine.apply(Orders(3, further_allocations=(((stream.slot, (len(PROMPT) // 16 * 16, 3)),),)))
+    assert "not ordered yet" in failure.message
 
 
 @pytest.mark.parametrize(

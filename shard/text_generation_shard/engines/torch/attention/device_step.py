@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.attention.step import ScoreRules, Step, StepImages
 from text_generation_shard.engines.torch.batch.kv_cache import LayerShape
 from text_generation_shard.engines.torch.batch.state_rows import StateRows, state_chunks
-from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.batch.step_plan import STATE_COLUMNS, StepPlan
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep, RopeStep
 from text_generation_shard.engines.torch.layers.norm import HeadNorms
 from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
@@ -90,7 +90,7 @@ class DeviceStep(Step):
     def state_rows(self) -> StateRows:
         chunks = () if self._plan is None else state_chunks(self._plan)
         blocks = self._context.slot_states.index_select(0, self.slots[: self._num_decoding])
-        planned = (self._planned.get(name) for name in ("query_indptr", "state_reads", "state_writes"))
+        planned = (self._planned.get(name) for name in ("query_indptr", *STATE_COLUMNS))
         return StateRows(self._num_decoding, blocks, self.positions, self._behind, chunks, *planned)
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

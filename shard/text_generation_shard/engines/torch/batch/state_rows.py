@@ -1,13 +1,14 @@
 """The tokens of a step by sequence, for layers whose state depends on all earlier tokens of a sequence."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.batch.step_plan import STATE_COLUMNS, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,19 @@ class StateChunk:
     """Position of the first token; at 0 the state starts from zeros, whatever the block holds."""
     first: int
     length: int
+    checkpoint: int = 0
+    """The block of the state before its last `rest` tokens, if `rest` is not 0."""
+    rest: int = 0
+
+    @property
+    def parts(self) -> "Iterator[StateChunk]":
+        """Yield the chunks before and after its checkpoint, or the chunk itself."""
+        if not self.rest:
+            yield self
+            return
+        before = self.length - self.rest
+        yield StateChunk(self.read, self.checkpoint, self.start, self.first, before)
+        yield StateChunk(self.checkpoint, self.write, self.start + before, self.first + before, self.rest)
 
 
 Places = Tensor | slice
@@ -62,6 +76,9 @@ class StateRows:
     reads: Tensor | None = None
     writes: Tensor | None = None
     """int32 [chunks]: the blocks of the states before and after each."""
+    checkpoints: Tensor | None = None
+    rests: Tensor | None = None
+    """int32 [chunks]: see `StateChunk`."""
     places: Tensor | None = None
     """int64 [tokens]: the index in the plan of each token in the order of the step; None: the order is that of the plan."""
 
@@ -91,16 +108,27 @@ class StateRows:
         return DecodeRows(*numbers, list(zip(tokens, has_token, own, strict=True)))
 
     @property
+    def parts(self) -> Iterator[StateChunk]:
+        """Yield the parts of all chunks, each after those whose states it reads."""
+        return chain.from_iterable(chunk.parts for chunk in self.chunks)
+
+    @property
     def longest_chunk(self) -> int:
         return max(chunk.length for chunk in self.chunks)
+
+    def most_pieces(self, size: int) -> int:
+        """Return the most pieces of `size` tokens of a chunk, each of one of its parts."""
+        return max(sum(-(-part.length // size) for part in chunk.parts) for chunk in self.chunks)
 
 
 def state_chunks(plan: StepPlan) -> tuple[StateChunk, ...]:
     if not plan.sizes.chunks:
         return ()
-    positions, reads, writes = (plan.column(name) for name in ("positions", "state_reads", "state_writes"))
-    ends = (plan.column("query_indptr") + plan.num_decoding).tolist()
+    positions, ends = plan.column("positions"), (plan.column("query_indptr") + plan.num_decoding).tolist()
+    reads, writes, checkpoints, rests = (plan.column(name).tolist() for name in STATE_COLUMNS)
     return tuple(
-        StateChunk(read, write, int(positions[first]), first, end - first)
-        for read, write, (first, end) in zip(reads.tolist(), writes.tolist(), pairwise(ends), strict=True)
+        StateChunk(read, write, int(positions[first]), first, end - first, checkpoint, rest)
+        for read, write, checkpoint, rest, (first, end) in zip(
+            reads, writes, checkpoints, rests, pairwise(ends), strict=True
+        )
     )

@@ -1,13 +1,13 @@
 """The plan of a step, as one int32 array: built on the host, broadcast to every rank and copied to the device unchanged.
 
     header | ids | positions | slots | behind | sampling | cells | blocks | pages | query indptr | page indptr | last pages
-        | state reads | state writes
+        | state reads | state writes | state checkpoints | state rests
 
 The tokens of decode rows come first, one each and its drafts, then the tokens of prompt chunks. `behind` has the drafts of a row
 that were right and are not in its state. `sampling` holds the indices of the tokens whose successor is sampled; a plan without
 chunks has none, because all its tokens sample. Block tables stay on the device and are updated: `cells` are indices into the
 flattened tables of all groups, `blocks` the new values. The columns from `pages` to `last pages` are the inputs of FlashInfer's
-planner for the chunks, the last two the blocks of their states. `pages` and `page_indptr` have a part for each group; that of a
+planner for the chunks, the last four are those of their states: see `StateChunk`. `pages` and `page_indptr` have a part for each group; that of a
 window group begins with the first block that a chunk needs.
 """
 
@@ -27,6 +27,7 @@ from text_generation_shard.step.sequence import StepRow, StepRows
 
 Ints = NDArray[np.int32]
 
+STATE_COLUMNS = "state_reads", "state_writes", "state_checkpoints", "state_rests"
 LAST_SAMPLED = -1
 """Instead of a token id: the last token sampled for the slot, which is on the device."""
 COLUMNS = (
@@ -41,8 +42,7 @@ COLUMNS = (
     "query_indptr",
     "page_indptr",
     "last_pages",
-    "state_reads",
-    "state_writes",
+    *STATE_COLUMNS,
 )
 TOKEN_COLUMNS = 4
 """The first columns have a number for each token."""
@@ -73,7 +73,7 @@ class PlanSizes:
         ends = self.chunks + 1 if self.chunks else 0
         at = HEADER
         bounds = []
-        pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, *(self.chunks,) * 3
+        pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, *(self.chunks,) * (1 + len(STATE_COLUMNS))
         for length in (*(self.tokens,) * TOKEN_COLUMNS, self.sampling, *(self.updates,) * 2, *pages):
             bounds.append((at, at + length))
             at += aligned(length)
@@ -240,8 +240,9 @@ def plan_chunks(
         start, end = plan.page_indptr(group)
         plan.column("page_indptr")[start:end] = page_ends[group * len(chunks) : (group + 1) * len(chunks) + 1]
     plan.column("last_pages")[:] = [(end - 1) % BLOCK_SIZE + 1 for end in ends]
-    plan.column("state_reads")[:] = [row.sequence.state_read for row in chunks]
-    plan.column("state_writes")[:] = [row.sequence.state_write for row in chunks]
+    states = [(row.sequence.state_read, row.sequence.state_write, *row.checkpoint) for row in chunks]
+    for name, numbers in zip(STATE_COLUMNS, zip(*states, strict=True), strict=True):
+        plan.column(name)[:] = numbers
     return plan
 
 

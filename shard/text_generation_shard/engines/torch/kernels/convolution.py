@@ -45,8 +45,10 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
             *common,
             rows.reads,
             rows.writes,
+            rows.checkpoints,
             rows.positions,
             rows.ends,
+            rows.rests,
             rows.decoding,
             x.stride(0),
             channels,
@@ -147,7 +149,10 @@ def _input(
     return value + tl.load(kept, mask=inside & (source < 0), other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["reads", "writes", "positions", "ends"])
+@triton.jit(
+    do_not_specialize=["decoding"],
+    do_not_specialize_on_alignment=["reads", "writes", "checkpoints", "positions", "ends", "rests"],
+)
 def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     x: tl.tensor,
     states: tl.tensor,
@@ -156,8 +161,10 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     out: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
+    checkpoints: tl.tensor,
     positions: tl.tensor,
     ends: tl.tensor,
+    rests: tl.tensor,
     decoding: int,
     x_stride: int,
     channels: int,
@@ -193,10 +200,17 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if tl.program_id(1) == 0:
         # The only program of these channels that reads the history, in all its threads, before it may write it.
         tl.debug_barrier()
-        target = states + tl.load(writes + tl.program_id(0)).to(tl.int64) * (TAPS - 1 + DRAFTS) * channels + columns
-        for place in tl.static_range(TAPS - 1):
-            source = length - (TAPS - 1) + place
-            value = tl.load(rows + source * x_stride, mask=(source >= 0) & inside, other=0.0).to(tl.float32)
-            old = history + (source + TAPS - 1) * channels
-            value += tl.load(old, mask=(source < 0) & continues & inside, other=0.0).to(tl.float32)
-            tl.store(target + place * channels, value.to(states.dtype.element_ty), mask=inside)
+        rest = tl.load(rests + tl.program_id(0))
+        # With a checkpoint its block may be the one that is read, and never the other one.
+        for part in tl.static_range(2):
+            target = tl.load((checkpoints if part else writes) + tl.program_id(0)).to(tl.int64)
+            target = states + target * (TAPS - 1 + DRAFTS) * channels + columns
+            kept_here = inside & (rest > 0) if part else inside
+            for place in tl.static_range(TAPS - 1):
+                source = length - (TAPS - 1) + place
+                if part:
+                    source -= rest
+                value = tl.load(rows + source * x_stride, mask=(source >= 0) & kept_here, other=0.0).to(tl.float32)
+                old = history + (source + TAPS - 1) * channels
+                value += tl.load(old, mask=(source < 0) & continues & kept_here, other=0.0).to(tl.float32)
+                tl.store(target + place * channels, value.to(states.dtype.element_ty), mask=kept_here)

@@ -83,7 +83,7 @@ def scan(
     if recurrence.delta:
         updates = torch.empty_like(out)
         reads = torch.empty(len(qkv), heads * recurrence.key_width, dtype=qkv.dtype, device=qkv.device)
-        pieces = triton.cdiv(rows.longest_chunk, _PIECE)
+        pieces = rows.most_pieces(_PIECE)
         # For operands of 16 or 32 columns ptxas 12.8 computes the descriptor of the second HGMMA from a wrong register: it reads
         # outside of the shared memory.
         widths = {
@@ -96,6 +96,7 @@ def scan(
             updates,
             reads,
             rows.ends,
+            rows.rests,
             rows.decoding,
             *strides,
             **shape | widths,
@@ -110,8 +111,10 @@ def scan(
         out,
         rows.reads,
         rows.writes,
+        rows.checkpoints,
         rows.positions,
         rows.ends,
+        rows.rests,
         rows.decoding,
         *strides,
         **shape,
@@ -122,7 +125,16 @@ def scan(
     return out
 
 
-@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["ends"])
+@triton.jit
+def _piece(piece: tl.tensor, length: tl.tensor, rest: tl.tensor, PIECE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first token of a piece of a chunk, and the end of its part: the last `rest` tokens have pieces of their own."""
+    before = length - rest
+    pieces = tl.cdiv(before, PIECE)
+    is_before = piece < pieces
+    return tl.where(is_before, piece * PIECE, before + (piece - pieces) * PIECE), tl.where(is_before, before, length)
+
+
+@triton.jit(do_not_specialize=["decoding"], do_not_specialize_on_alignment=["ends", "rests"])
 def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     qkv: tl.tensor,
     steps: tl.tensor,
@@ -133,6 +145,7 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     updates: tl.tensor,
     reads: tl.tensor,
     ends: tl.tensor,
+    rests: tl.tensor,
     decoding: int,
     qkv_stride: int,
     steps_stride: int,
@@ -156,10 +169,11 @@ def _solve_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(ends + chunk)
     length = tl.load(ends + chunk + 1) - start
-    if tl.program_id(1) * PIECE >= length:
+    begin, end = _piece(tl.program_id(1), length, tl.load(rests + chunk), PIECE)
+    if begin >= length:
         return
-    tokens = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    real = tokens < length
+    tokens = begin + tl.arange(0, PIECE)
+    real = tokens < end
     rows = (decoding + start + tokens).to(tl.int64)
     dims, columns = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     own = qkv + rows[:, None] * qkv_stride
@@ -222,7 +236,8 @@ def _inverse(system: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(
-    do_not_specialize=["decoding"], do_not_specialize_on_alignment=["state_reads", "state_writes", "positions", "ends"]
+    do_not_specialize=["decoding"],
+    do_not_specialize_on_alignment=["state_reads", "state_writes", "checkpoints", "positions", "ends", "rests"],
 )
 def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     qkv: tl.tensor,
@@ -237,8 +252,10 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     out: tl.tensor,
     state_reads: tl.tensor,
     state_writes: tl.tensor,
+    checkpoints: tl.tensor,
     positions: tl.tensor,
     ends: tl.tensor,
+    rests: tl.tensor,
     decoding: int,
     qkv_stride: int,
     steps_stride: int,
@@ -274,9 +291,12 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     dtype = qkv.dtype.element_ty
     places = tl.arange(0, PIECE)
     causal = places[:, None] >= places[None, :]
-    for piece in range(0, length, PIECE):
-        real = piece + places < length
-        rows = (first + piece + places).to(tl.int64)
+    rest = tl.load(rests + chunk)
+    last_before = tl.cdiv(length - rest, PIECE) - 1
+    for piece in range(last_before + 1 + tl.cdiv(rest, PIECE)):
+        begin, end = _piece(piece, length, rest, PIECE)
+        real = begin + places < end
+        rows = (first + begin + places).to(tl.int64)
         own = qkv + rows[:, None] * qkv_stride
         vectors = own + (head // SHARE) * KEYS + dims[None, :]
         is_key, is_value = real[:, None] & is_dim[None, :], real[:, None] & inside[None, :]
@@ -306,6 +326,12 @@ def _chunk_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
             result += tl.load(skip + head) * values
         targets = out + rows[:, None] * (HEADS * VALUES) + head * VALUES + columns[None, :]
         tl.store(targets, result.to(out.dtype.element_ty), mask=is_value)
-        rest = (keys * tl.exp(last - total)[:, None]).to(dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(rest), operand, input_precision="tf32")
+        kept_keys = (keys * tl.exp(last - total)[:, None]).to(dtype)
+        state = state * tl.exp(last) + tl.dot(tl.trans(kept_keys), operand, input_precision="tf32")
+        if (rest > 0) & (piece == last_before):
+            # Goes on from what is stored, as a sequence that continues from the checkpoint does.
+            stored = state.to(states.dtype.element_ty)
+            checkpoint = tl.load(checkpoints + chunk).to(tl.int64)
+            tl.store(states + kept + (checkpoint - block) * HEADS * (KEYS * VALUES), stored, mask=in_state)
+            state = stored.to(tl.float32)
     tl.store(states + kept + (target - block) * HEADS * (KEYS * VALUES), state, mask=in_state)

@@ -34,7 +34,7 @@ def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRow
         for place, (_, has_token, tokens) in enumerate(decoding.tokens):
             result = torch.einsum("rtc,tc->rc", window[has_token, place : place + taps], weight)
             out[tokens] = result if bias is None else result + bias
-    for chunk in rows.chunks:
+    for chunk in rows.parts:
         own = slice(chunk.first, chunk.first + chunk.length)
         before = states[chunk.read, : taps - 1].to(x.dtype)
         window = torch.cat((before if chunk.start else torch.zeros_like(before), x[own]))
@@ -81,7 +81,7 @@ def scan(
             else:
                 states[decoding.blocks] = state
             state = state.to(dtype)
-    for chunk in rows.chunks:
+    for chunk in rows.parts:
         state = states[chunk.read].to(dtype) if chunk.start else torch.zeros_like(states[chunk.read], dtype=dtype)
         end = chunk.first + chunk.length
         for first in range(chunk.first, end, CHUNK):

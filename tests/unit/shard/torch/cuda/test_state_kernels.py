@@ -29,8 +29,8 @@ SPARE = 3
 class Case(NamedTuple):
     decoding: tuple[int, ...]
     """Blocks of decode rows."""
-    chunks: tuple[tuple[int, int, int, int], ...]
-    """Blocks before and after, first position and length of chunks."""
+    chunks: tuple[tuple[int, ...], ...]
+    """Blocks before and after, first position and length of chunks; block of a checkpoint within and the tokens after it."""
 
 
 CASES = {
@@ -40,16 +40,20 @@ CASES = {
         (1, 3), ((5, 5, 0, 2), (0, 0, 9, 1), (8, 8, 64, 66), (2, 2, 0, 33))
     ),
     "checkpoints": Case((3,), ((8, 5, 9, 1), (8, 6, 64, 66), (0, 1, 16, 2), (7, 7, 16, 3))),
+    "checkpoints within chunks": Case(
+        (3,), ((8, 5, 9, 70, 1, 5), (6, 7, 64, 140, 6, 70), (0, 2, 16, 2, 0, 1), (4, 4, 0, 9))
+    ),
 }
 
 
 def rows_of(case: Case, device: torch.device) -> StateRows:
     positions, chunks, ends = [5] * len(case.decoding), [], [0]
-    for read, write, start, length in case.chunks:
-        chunks.append(StateChunk(read, write, start, len(positions), length))
+    for read, write, start, length, *checkpoint in case.chunks:
+        chunks.append(StateChunk(read, write, start, len(positions), length, *checkpoint))
         positions += range(start, start + length)
         ends.append(ends[-1] + length)
-    columns = case.decoding, positions, ends, [each.read for each in chunks], [each.write for each in chunks]
+    of_chunks = zip(*((each.read, each.write, each.checkpoint, each.rest) for each in chunks), strict=True)
+    columns = case.decoding, positions, ends, *(of_chunks if chunks else [()] * 4)
     blocks, places, *others = [torch.tensor(each, dtype=torch.int32, device=device) for each in columns]
     return StateRows(len(case.decoding), blocks, places, torch.zeros_like(places), tuple(chunks), *others)
 

@@ -96,7 +96,7 @@ class LibraryStates:
         """Compute the following passes for the sequences of `step`; None: for a single sequence without a past."""
         self._step = step
         if step is not None and self.layers:
-            self._new = {chunk.first: new_cache(self._config) for chunk in step.state_rows.chunks if not chunk.start}
+            self._new = {chunk.first: new_cache(self._config) for chunk in step.state_rows.parts if not chunk.start}
 
     def _by_sequence(self, forward: Callable[..., Any], argument: str, index: int) -> Callable[..., Any]:
         """Return `forward` for a flat batch of the sequences of the step."""
@@ -118,7 +118,7 @@ class LibraryStates:
                 blocks = rows.blocks.long()
                 outputs = self._continued(index, blocks, blocks, partial(call, hidden[: rows.decoding].unsqueeze(1)))
                 parts.append([out.squeeze(1) for out in outputs])
-            for chunk in rows.chunks:
+            for chunk in rows.parts:
                 read, write = (slice(block, block + 1) for block in (chunk.read, chunk.write))
                 own = partial(call, hidden[chunk.first : chunk.first + chunk.length].unsqueeze(0))
                 if chunk.start:
