@@ -3,7 +3,7 @@
 python -m text_generation_bench.host_copies [--device cuda] [--gib 8] [--layers 32] [--layer-kib 64]
 
 A block has `layers` parts of `layer-kib` KiB, as the 16 tokens of an 8B model in bfloat16. The memory is shared and, on a GPU, pinned
-as in a shard. Steps are stood in for by reads of 4 GiB of device memory.
+as in a shard. Steps are stood in for by reads of 4 GiB of device memory, whose result is copied to the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from text_generation_proto.copies import CopiedBlocks, Copy
 from text_generation_shard.__main__ import SWITCH_INTERVAL
-from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, HostCopies
+from text_generation_shard.engines.torch.engine.host_cache import CHECK_BYTES, HostCopies
 
 BLOCKS = 512
 """Blocks of a copy: those of a store."""
@@ -60,7 +60,8 @@ class CopiesUnderTest:
 def steps(device: torch.device, beside: Callable[[], object]) -> list[float]:
     """Return the milliseconds of STEPS steps while a thread repeats `beside`."""
     memory = torch.zeros(1 << 30 if device.type == "cuda" else 1 << 24, dtype=torch.int32, device=device)
-    over = threading.Event()
+    is_cuda, over = device.type == "cuda", threading.Event()
+    result = torch.empty((), dtype=torch.int64, pin_memory=is_cuda)
 
     def repeat() -> None:
         while not over.is_set():
@@ -71,7 +72,9 @@ def steps(device: torch.device, beside: Callable[[], object]) -> list[float]:
     found: list[float] = []
     for _ in range(STEPS + 1):
         started = time.perf_counter()
-        memory.sum().item()
+        result.copy_(memory.sum(), non_blocking=True)
+        if is_cuda:
+            torch.cuda.current_stream().synchronize()
         found.append((time.perf_counter() - started) * 1e3)
     over.set()
     thread.join()

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
-from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES, HostCopies
+from text_generation_shard.engines.torch.engine.host_cache import CHECK_BYTES, HostCopies
 
 CPU = torch.device("cpu")
 SIZE = 4 * mmap.PAGESIZE

@@ -11,10 +11,10 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines.torch.batch.kv_cache import CacheShape, Fp8Cache, LayerShape
 from text_generation_shard.engines.torch.build.prepare import Description, Prepared
-from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep_freed_memory
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
+from text_generation_shard.engines.torch.engine.host_cache import HostCopies
 from text_generation_shard.engines.torch.engine.images import ImageEncoder, ImageSteps
 from text_generation_shard.engines.torch.engine.runner import Model, Runner
 from text_generation_shard.engines.torch.engine.trace import StepTrace

@@ -14,7 +14,7 @@ from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
 from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequence, Orders
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.device.host_cache import CHECK_BYTES
+from text_generation_shard.engines.torch.engine.host_cache import CHECK_BYTES
 
 HARDEST_SAMPLING = Sampling(greedy=False, top_p=1 - 1e-9)
 """Keeps nearly all tokens, so that the whole vocabulary must be sorted."""

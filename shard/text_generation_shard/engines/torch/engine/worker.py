@@ -13,8 +13,8 @@ from text_generation_proto.copies import CopiedBlocks, Copy
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.batch.step_plan import Ints, StepPlan
 from text_generation_shard.engines.torch.device.copies import PinnedBuffers, pinned_ints
-from text_generation_shard.engines.torch.device.host_cache import HostCopies
 from text_generation_shard.engines.torch.device.memory import DeviceMemory
+from text_generation_shard.engines.torch.engine.host_cache import HostCopies
 from text_generation_shard.engines.torch.engine.runner import Runner
 from text_generation_shard.engines.torch.layers.adapted_linear import AdapterStore
 

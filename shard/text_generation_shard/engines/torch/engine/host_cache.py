@@ -6,8 +6,7 @@ The checksum of a block contains the tag of its store: another block, one of ano
 found as well. A store locks its blocks in the file: where the store of a shard whose router has ended is late, that of another shard
 fails.
 
-A thread makes the loads and another one the stores. Blocks are gathered in a buffer on the device, so that each is one transfer. On a
-GPU each thread has two streams, which wait for the steps launched before: one gathers blocks while the other one transfers. The router
+A thread makes the loads and another one the stores. On a GPU each has a stream, which waits for the steps launched before. The router
 waits for the end of a copy before it uses the blocks otherwise, so steps need not.
 """
 
@@ -15,10 +14,10 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
-from functools import partial
-from itertools import accumulate, chain, cycle
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,10 +29,13 @@ from text_generation_common.progress import phase
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
 from text_generation_shard.engine import EngineError
 
+if TYPE_CHECKING:
+    pass
+
 CHECK_BYTES = 4
 """Bytes of a checksum."""
 CHUNK_BYTES = 32 << 20
-"""Size of the buffers on the device, if a block is not larger."""
+"""Size of the buffers on a CPU, if a block is not larger."""
 WORD = torch.int64
 """The numbers in which the device copies."""
 FACTOR = 0x1E3779B97F4A7C15
@@ -53,12 +55,11 @@ class HostCopies:
             is_load: ThreadPoolExecutor(1, f"host cache {name}")
             for is_load, name in ((True, "loads"), (False, "stores"))
         }
-        self._streams: dict[bool, list[torch.cuda.Stream]] = {True: [], False: []}
+        self._streams: dict[bool, torch.cuda.Stream] = {}
         self._ended: deque[CopyEnd] = deque()
         self._groups: list[_Group] = []
         if device.type == "cuda":
-            for streams in self._streams.values():
-                streams += torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams = {is_load: torch.cuda.Stream(device) for is_load in self._threads}  # type: ignore[no-untyped-call]
             with phase("pinning the memory of the host cache"):
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 error = runtime.cudaHostRegister(self._memory.ctypes.data, size, 0)
@@ -85,7 +86,7 @@ class HostCopies:
 
     def begin(self, copy: Copy, on_end: Callable[[], None]) -> None:
         """Begin a copy after the work launched so far. `on_end` is called on a thread."""
-        launched = torch.cuda.Event() if self._streams[copy.is_load] else None  # type: ignore[no-untyped-call]
+        launched = torch.cuda.Event() if self._streams else None  # type: ignore[no-untyped-call]
         if launched is not None:
             launched.record()
         self._threads[copy.is_load].submit(self._copy, copy, launched, on_end)
@@ -112,10 +113,10 @@ class HostCopies:
         failed: Iterable[int] = range(copy.num_blocks)
         try:
             self._check(copy)
-            with nullcontext() if copy.is_load else self._locked(copy), torch.inference_mode():
+            context = torch.cuda.stream(self._streams[copy.is_load]) if launched is not None else nullcontext()
+            with nullcontext() if copy.is_load else self._locked(copy), torch.inference_mode(), context:
                 if launched is not None:
-                    for stream in self._streams[copy.is_load]:
-                        stream.wait_event(launched)
+                    self._streams[copy.is_load].wait_event(launched)
                 groups = zip(self._groups, copy.groups, strict=False)
                 good = [self._good(group, blocks, is_load=copy.is_load) for group, blocks in groups]
                 failed = [index for index, each in enumerate(chain.from_iterable(good)) if not each]
@@ -156,31 +157,10 @@ class HostCopies:
     def _good(self, group: "_Group", blocks: CopiedBlocks, *, is_load: bool) -> list[bool]:
         """Copy blocks of a group; return True for those that are as they were stored."""
         # A shard whose router ended may have written the rows of a load until these sums are there.
-        sums = self._copied(group, blocks, is_load=is_load)
+        sums = group.copy(blocks, is_load=is_load)
         if not is_load:
             group.checks[list(blocks.host)] = sums
         return [bool(group.checks[block] == each) for block, each in zip(blocks.host, sums, strict=True)]
-
-    def _copied(self, group: "_Group", blocks: CopiedBlocks, *, is_load: bool) -> list[int]:
-        """Copy blocks of a group, and wait for them; return their checksums."""
-        streams = self._streams[is_load]
-        contexts: list[Callable[[], AbstractContextManager[None]]]
-        contexts = [partial(torch.cuda.stream, stream) for stream in streams] or [nullcontext]
-        copy, step = group.load if is_load else group.store, max(1, CHUNK_BYTES // max(1, group.rows.shape[1]))
-        chunks = [slice(first, first + step) for first in range(0, len(blocks.host), step)]
-        sums: list[Tensor] = []
-        with contexts[0]():
-            # Waits for the transfer of the numbers, so that either stream may read them.
-            device, tags = (torch.tensor(column, device=self._device) for column in (blocks.device, blocks.tags))
-            try:
-                for chunk, context in zip(chunks, cycle(contexts), strict=False):
-                    with context():
-                        sums.append(copy(device[chunk], blocks.host[chunk], tags[chunk]))
-            finally:  # after an error too: the memory of the numbers is reused in the first stream
-                for stream in streams[1:]:
-                    streams[0].wait_stream(stream)
-            found: list[int] = torch.cat(sums).tolist() if sums else []
-        return found
 
 
 class _Group:
@@ -189,39 +169,51 @@ class _Group:
     def __init__(self, rows: NDArray[np.uint8], checks: NDArray[np.int32], parts: Sequence[Tensor]) -> None:
         self.rows, self.checks = rows, checks
         self.num_blocks = len(parts[0]) if parts else 1 << 30
-        self._host = torch.from_numpy(rows)
-        # Whole words where that is possible: the device copies each number by itself.
-        self._dtype = torch.uint8 if any(part.shape[1] % WORD.itemsize for part in parts) else WORD
-        words = [part.view(self._dtype) for part in parts]
-        self._width = sum(part.shape[1] for part in words)
+        # Whole words where that is possible: each number is copied by itself.
+        sizes = rows.ctypes.data, *(part.shape[1] for part in parts)
+        dtype = torch.uint8 if any(size % WORD.itemsize for size in sizes) else WORD
+        self._host = torch.from_numpy(rows).view(dtype)
+        words = [part.view(dtype) for part in parts]
+        width = self._host.shape[1]
+        self._chunk = max(1, CHUNK_BYTES // max(1, rows.shape[1]))
         ends = accumulate(part.shape[1] for part in words)
-        self._parts = [(part, end - part.shape[1], end) for part, end in zip(words, ends, strict=True)]
-        places = torch.arange(self._width + 1, device=words[0].device if words else None)
+        self._parts = [(part, slice(end - part.shape[1], end)) for part, end in zip(words, ends, strict=True)]
+        places = torch.arange(1, width + 1, device=words[0].device if words else None)
         self._factors = (2 * places + 1) * FACTOR
+        """The factors of the words of a block; that of its tag is FACTOR."""
+        self._kernel = None
+        if self._factors.is_cuda:
+            # Imported here: Triton need not be installed for CPUs.
+            from text_generation_shard.engines.torch.kernels.host_copy import BlockCopies
 
-    def store(self, device: Tensor, host: Sequence[int], tags: Tensor) -> Tensor:
-        """Launch copies of blocks from the device to the host; return their checksums."""
-        buffer = self._buffer(device)
-        for part, start, end in self._parts:
-            torch.index_select(part, 0, device, out=buffer[:, start:end])
-        for row, block in zip(buffer.view(torch.uint8), host, strict=True):
-            self._host[block].copy_(row, non_blocking=True)
-        return self._checksums(buffer, tags)
+            self._kernel = BlockCopies(self._host, words, self._factors)
+            for is_load in (False, True):  # compiles it before there are steps
+                self.copy(CopiedBlocks((), (), ()), is_load=is_load)
 
-    def load(self, device: Tensor, host: Sequence[int], tags: Tensor) -> Tensor:
-        """Launch copies of blocks from the host to the device; return their checksums."""
-        buffer = self._buffer(device)
-        for row, block in zip(buffer.view(torch.uint8), host, strict=True):
-            row.copy_(self._host[block], non_blocking=True)
-        for part, start, end in self._parts:
-            part.index_copy_(0, device, buffer[:, start:end])
-        return self._checksums(buffer, tags)
+    def copy(self, blocks: CopiedBlocks, *, is_load: bool) -> list[int]:
+        """Copy blocks; return their checksums.
 
-    def _checksums(self, buffer: Tensor, tags: Tensor) -> Tensor:
-        """Return Σ word · (2 · place + 1) · FACTOR over the words of each row and its tag, of 64 bits, folded: int32 [rows]."""
-        sums = (buffer * self._factors[1:]).sum(1, dtype=torch.int64)
-        sums += tags * self._factors[0]
-        return (sums >> 32).to(torch.int32)
+        The checksum is Σ word · (2 · place + 1) · FACTOR over the words of a block and its tag, of 64 bits, folded.
+        """
+        numbers, is_pinned = (blocks.device, blocks.host, blocks.tags), self._kernel is not None
+        device, host, tags = (torch.tensor(column, dtype=torch.int64, pin_memory=is_pinned) for column in numbers)
+        if self._kernel is not None:
+            sums = self._kernel.copy(device, host, is_load=is_load)
+        else:
+            chunks = zip(*(torch.split(column, self._chunk) for column in (device, host)), strict=True)
+            sums = torch.cat([tags[:0], *(self._copied(*chunk, is_load=is_load) for chunk in chunks)])
+        checks: list[int] = (sums + tags * FACTOR >> 32).to(torch.int32).tolist()
+        return checks
 
-    def _buffer(self, blocks: Tensor) -> Tensor:
-        return torch.empty(len(blocks), self._width, dtype=self._dtype, device=blocks.device)
+    def _copied(self, device: Tensor, host: Tensor, *, is_load: bool) -> Tensor:
+        """Copy blocks on a CPU; return the sums of their words."""
+        if is_load:
+            buffer = self._host[host]
+            for part, columns in self._parts:
+                part.index_copy_(0, device, buffer[:, columns])
+        else:
+            buffer = self._host.new_empty(len(device), self._host.shape[1])
+            for part, columns in self._parts:
+                torch.index_select(part, 0, device, out=buffer[:, columns])
+            self._host.index_copy_(0, host, buffer)
+        return (buffer * self._factors).sum(1, dtype=torch.int64)
