@@ -29,7 +29,8 @@ print(json.dumps(compile_only.compiled["_product_kernel"]))
 def in_child(log: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python without the interpreter of Triton, which the tests of this folder use."""
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "TEST_FULL")}
-    environment |= {"PYTHONPATH": str(SUPPORT), "COMPILE_LOG": str(log)}
+    paths = str(SUPPORT), *filter(None, [environment.get("PYTHONPATH")])
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "COMPILE_LOG": str(log)}
     return subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=ENOUGH_S, check=False
     )
