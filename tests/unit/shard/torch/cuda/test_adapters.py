@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full_grid import full
 
 from text_generation_shard.engines.torch.kernels.adapters import ACTIVATED_TOKENS, FEW_TOKENS, GroupedRows
 from text_generation_shard.engines.torch.kernels.operands import AdapterStack
@@ -62,8 +63,14 @@ def test_embeddings_and_logits(device: torch.device, dtype: torch.dtype, tokens:
         check(found, expected, y, indices)
 
 
-@pytest.mark.parametrize(("tokens", "rank"), [(33, 128), (ACTIVATED_TOKENS + 1, 16), (FEW_TOKENS + 1, 16)], ids=str)
-@pytest.mark.parametrize("fused", [False, True], ids=["two", "fused"])
+@pytest.mark.parametrize(
+    ("fused", "tokens", "rank"),
+    [
+        *((False, 33, 128), (True, ACTIVATED_TOKENS + 1, 16), (False, FEW_TOKENS + 1, 16)),
+        *(full(True, 33, 128), full(False, ACTIVATED_TOKENS + 1, 16), full(True, FEW_TOKENS + 1, 16)),
+    ],
+    ids=lambda each: {False: "two", True: "fused"}[each] if isinstance(each, bool) else str(each),
+)
 def test_the_product_of_gate_and_up_with_its_activation(
     device: torch.device, dtype: torch.dtype, tokens: int, rank: int, fused: bool
 ) -> None:

@@ -33,23 +33,31 @@ IMAGES = ((2, 6), (11, 38))
 """First token and end, in the tokens of all chunks, of images whose tokens attend to one another."""
 
 
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "softcap"),
-    [(16, 2, 512, None), (6, 2, 96, 1.5), full(4, 4, 80, None), full(3, 1, 192, None), full(140, 1, 40, None)],
+SHAPES = (
+    *(((16, 2, 512), None), ((6, 2, 96), 1.5)),
+    *((shape, None) for shape in ((4, 4, 80), (3, 1, 192), (140, 1, 40))),
 )
+"""Heads, heads of keys and their size, and the cap of the scores."""
+CASES = [
+    # The first shape has a window and FP8 or neither, the second one of them.
+    (shape, softcap, window, stored) if row == column % 2 else full(shape, softcap, window, stored)
+    for row, (shape, softcap) in enumerate(SHAPES)
+    for column, (window, stored) in enumerate(
+        ((None, None), (21, None), (21, torch.float8_e4m3fn), (None, torch.float8_e4m3fn))
+    )
+]
+
+
+@pytest.mark.parametrize(("shape", "softcap", "window", "stored"), CASES, ids=str)
 def test_chunks_match_the_formula(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    shape: tuple[int, int, int],
     softcap: float | None,
     window: int | None,
     stored: torch.dtype | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    shape, scale = (heads, kv_heads, head_dim), head_dim**-0.5
+    scale = shape[2] ** -0.5
     attention = PagedChunkAttention(*shape, device, scale=scale, softcap=softcap, groups={window: 1})
     for images in ((), IMAGES):
         compare(attention, shape, softcap, window, stored, device, dtype, images=images)

@@ -98,7 +98,7 @@ def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torc
     assert error(out, case.expected(None, sinks)) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, full(torch.float8_e5m2)], ids=str)
 def test_fp8_keys_and_values_are_multiplied_by_the_scales_of_their_head(
     stored: torch.dtype, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -110,8 +110,10 @@ def test_fp8_keys_and_values_are_multiplied_by_the_scales_of_their_head(
         assert error(out, case.expected(None, scales=given)) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("window", "merge"),
+    [(None, "second kernel"), (30, "last arrival"), full(None, "last arrival"), full(30, "second kernel")],
+)
 @pytest.mark.parametrize(
     "shape",
     [

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from full_grid import full
 from lora_folder import random_adapter
 from native_families import LATENT
 from reference_kernels import ALONE, ReferenceKernels, reference_decoder
@@ -264,7 +265,10 @@ def with_adapters(folder: Path, device: torch.device) -> tuple[Model, CacheShape
     return native(folder, device, read_adapters(ShardConfig(model_path=str(folder), lora_adapters=text)))
 
 
-@pytest.fixture(params=[native, from_library, with_heads_by_layer, with_states, with_latent_rows, with_adapters])
+OTHERS = from_library, with_heads_by_layer, with_latent_rows, with_adapters
+
+
+@pytest.fixture(params=[native, with_states, *OTHERS])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
@@ -322,6 +326,7 @@ def test_piecewise_steps_match_whole_steps(rig: Rig) -> None:
     check(rig, Orders(number=9), None)
 
 
+@pytest.mark.parametrize("rig", [native, with_states, *map(full, OTHERS)], indirect=True)
 def test_only_the_largest_size_is_captured_to_measure_memory(rig: Rig) -> None:
     assert len(rig.capture(only_largest=True)) >= len(CAPTURE_SIZES)
     # Non-finite padding does not spread.
@@ -335,6 +340,7 @@ def test_only_the_largest_size_is_captured_to_measure_memory(rig: Rig) -> None:
     check(rig, Orders(number=3, release=(0,), placements=(rig.admit(2, 1025),), prefill=((2, 1025),)), None)
 
 
+@pytest.mark.parametrize("rig", [native, with_states, *map(full, OTHERS)], indirect=True)
 def test_a_new_kv_cache_drops_the_pieces(rig: Rig) -> None:
     rig.capture(only_largest=True)
     rig.piecewise.allocate([BLOCKS, SLOTS][: len(rig.piecewise.kinds)])

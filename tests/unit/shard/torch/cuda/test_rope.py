@@ -43,8 +43,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed heads"])
-@pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
+@pytest.mark.parametrize(
+    ("exact", "normed"),
+    [(False, False), (True, True), full(False, True), full(True, False)],
+    ids=["in place, plain", "from float32, normed heads", "in place, normed heads", "from float32, plain"],
+)
 @pytest.mark.parametrize(("heads", "tokens"), CASES, ids=str)
 def test_queries_are_rotated_and_keys_and_values_stored(
     heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device
