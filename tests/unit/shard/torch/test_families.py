@@ -23,7 +23,7 @@ from text_generation_shard.engines.torch.models.huggingface.library import ALIAS
 from text_generation_shard.engines.torch.models.native.families import FAMILIES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
 
-NEW_TOKENS = 8
+NEW_TOKENS = 6
 LENGTHS = (1, 16, 31, 50, 200)
 SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS = native_configs(SHAPE, head_dim=16, wide_head_dim=24)
@@ -109,10 +109,9 @@ def test_every_family_has_a_case() -> None:
 
 def test_greedy_tokens_and_prompt_logprobs(pair: Pair) -> None:
     driver = pair.driver()
-    for prompt, expected in list(zip(pair.prompts, pair.reference, strict=True))[::4]:
-        lone = driver.admit(prompt, NEW_TOKENS)
-        driver.run()
-        assert lone.tokens == expected, "alone"
+    lone = driver.admit(pair.prompts[-1], NEW_TOKENS)
+    driver.run()
+    assert lone.tokens == pair.reference[-1], "alone"
     streams = [driver.admit(prompt, NEW_TOKENS, prompt_logprobs=True) for prompt in pair.prompts]
     driver.run()
     assert [stream.tokens for stream in streams] == pair.reference, "all at once"

@@ -242,9 +242,9 @@ def test_a_shard_that_died_comes_back_to_a_warm_cache(engines: Engines) -> None:
 def test_preempted_sequences_go_on_with_the_same_texts(engines: Engines) -> None:
     answers = []
     for with_host in (False, True):
-        world = World(engines, 20, 1, with_host=with_host)
+        world = World(engines, 12, 1, with_host=with_host)
         for number in range(AT_ONCE):
-            world.submit((*range(number, number + 50), *MARKER), 120)
+            world.submit((*range(number, number + 50), *MARKER), 60)
         world.run()
         assert world.scheduler.stats().preemptions
         answers.append(world.answers)

@@ -234,9 +234,9 @@ def test_preempted_sequences_go_on_from_a_checkpoint(engine: TorchEngine) -> Non
     texts: list[tuple[int, ...]] = []
     for drafter in (None, ScriptedDrafts(texts, 300)):
         draft_by(engine, drafter)
-        draw, world = Random(7), World(engine, 28, 9)
+        draw, world = Random(7), World(engine, 20, 9)
         for _ in range(AT_ONCE):
-            world.submit((*(draw.randrange(300) for _ in range(50)), *MARKER), 100)
+            world.submit((*(draw.randrange(300) for _ in range(50)), *MARKER), 60)
         while world.scheduler.requests:
             world.step()
         draft_by(engine, None)
