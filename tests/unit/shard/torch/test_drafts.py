@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,26 +60,25 @@ def build(folder: Path, *, reference: bool = False, **more: str) -> Engine:
     return reference_engine(config, load_grammars(str(folder), (END,))) if reference else build_engine(config)
 
 
+CACHES = ("full", "window", "qwen3_5_text", "predictions", "nemotron_h", "lfm2", "falcon_h1", "olmo_hybrid")
+OFTEN = {("full", "CPU"), ("full", "device"), ("window", "device"), ("qwen3_5_text", "CPU"), ("predictions", "device")}
+"""Caches and operations that `make test` runs, each of both at least once."""
+
+
 @pytest.fixture(
     scope="module",
-    params=[
-        "full",
-        "window",
-        "qwen3_5_text",
-        "predictions",
-        full("nemotron_h"),
-        full("lfm2"),
-        full("falcon_h1"),
-        full("olmo_hybrid"),
-    ],
+    params=[each if each in OFTEN else full(each) for each in product(CACHES, ("CPU", "device"))],
+    ids=", ".join,
 )
-def cache(request: pytest.FixtureRequest) -> str:
-    kind: str = request.param
-    return kind
+def kinds(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The kind of the cache, and the place of the operations."""
+    cache, place = request.param
+    return cache, place
 
 
-@pytest.fixture(scope="module", params=["CPU", "device"])
-def engine(cache: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+@pytest.fixture(scope="module")
+def engine(kinds: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    cache, place = kinds
     folder = tmp_path_factory.mktemp("model")
     if cache == "predictions":
         PredictionLayer(STATES["qwen3_next"]).write(folder)
@@ -86,7 +86,7 @@ def engine(cache: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.
         save(random_model((CONFIGS | STATES).get(cache, CONFIGS["full"])), folder)
     write_tokenizer(folder)
     dtype = "fp8_e5m2" if cache == "fp8" else "auto"
-    return build(folder, reference=request.param == "device", kv_cache_dtype=dtype)
+    return build(folder, reference=place == "device", kv_cache_dtype=dtype)
 
 
 @pytest.fixture
@@ -126,10 +126,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(
     scope="module",
     params=[
-        *((source, True) for source in (OWN, PREDICTION, EAGLE)),
+        *((source, True) for source in (PREDICTION, EAGLE)),
         *((source, False) for source in (RECENT, MTP)),
         *(full((source, False)) for source in (OWN, PREDICTION, EAGLE)),
-        *(full((source, True)) for source in (RECENT, MTP)),
+        *(full((source, True)) for source in (OWN, RECENT, MTP)),
     ],
     ids=lambda each: f"{each[0]}, {'device' if each[1] else 'CPU'}",
 )
@@ -166,18 +166,18 @@ def test_no_source_changes_anything(two_engines: tuple[str, list[Engine]], seed:
 
 @pytest.mark.parametrize("kind", ["any", full("greedy")])
 @pytest.mark.parametrize("seed", range(-(-REQUESTS // AT_ONCE // 12)))
-def test_drafts_change_nothing(driver: Driver, cache: str, kind: str, seed: int) -> None:
+def test_drafts_change_nothing(driver: Driver, kinds: tuple[str, str], kind: str, seed: int) -> None:
     plain, drafted = with_and_without(driver, seed, kind)
-    drafted.check_equal(plain, TOLERANCES.get(cache, 1e-5))
+    drafted.check_equal(plain, TOLERANCES.get(kinds[0], 1e-5))
     assert drafted.accepted[OWN] > 10 or seed  # not every few texts repeat themselves
     assert drafted.accepted[PREDICTION] > 0 or seed or kind == "greedy"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cache", ["fp8"], indirect=True)
-def test_drafts_change_nothing_that_rounding_to_fp8_does_not(driver: Driver, cache: str) -> None:
+@pytest.mark.parametrize("kinds", [("fp8", "CPU"), ("fp8", "device")], indirect=True)
+def test_drafts_change_nothing_that_rounding_to_fp8_does_not(driver: Driver, kinds: tuple[str, str]) -> None:
     plain, drafted = with_and_without(driver, 0, "any")
-    drafted.check_equal(plain, TOLERANCES[cache])
+    drafted.check_equal(plain, TOLERANCES[kinds[0]])
 
 
 def test_slow_masks_of_drafts_count_as_those_of_their_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

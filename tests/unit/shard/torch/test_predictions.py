@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -84,19 +85,18 @@ def capture(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replayed
 
 
-@pytest.mark.parametrize("build", [build_engine, reference_engine], ids=["CPU", "device"])
+LAYERS = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "qwen2", "EAGLE-3"),
+    "EAGLE-3 of speculators",
+)
+OFTEN = {("deepseek_v3", reference_engine), ("EAGLE-3 of speculators", build_engine)}
+"""Layers and engines that `make test` runs; tests/unit/shard/torch/test_drafts.py has the other two."""
+
+
 @pytest.mark.parametrize(
-    "family",
-    [
-        full("qwen3_next"),
-        full("qwen3_5_text"),
-        full("qwen3_5_moe_text"),
-        "deepseek_v3",
-        full("glm4_moe"),
-        full("qwen2"),
-        full("EAGLE-3"),
-        "EAGLE-3 of speculators",
-    ],
+    ("family", "build"),
+    [each if each in OFTEN else full(*each) for each in product(LAYERS, (build_engine, reference_engine))],
+    ids=lambda each: each if isinstance(each, str) else "CPU" if each is build_engine else "device",
 )
 def test_drafts_are_those_of_the_layer(
     family: str, build: Callable[[ShardConfig], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
