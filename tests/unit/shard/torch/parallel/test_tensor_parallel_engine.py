@@ -34,6 +34,8 @@ from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=7)
+HOST_BLOCK = 16 * 3 * 2 * 8 * 4 + 4
+"""Bytes of keys and values of 16 tokens in 3 layers, with one head of 8 numbers in each rank, and of the checksum."""
 KILLED_IN_A_STEP = """
     import os, signal
     from text_generation_shard.__main__ import main
@@ -59,6 +61,15 @@ OUT_OF_MEMORY = """
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with an odd vocabulary size, so that the vocabulary is padded."""
     return Path(save(random_model(LlamaConfig(**SHAPE)), tmp_path_factory.mktemp("checkpoint")))
+
+
+@pytest.fixture
+def host_fd() -> Iterator[int]:
+    """The file of a host cache of 1 MiB."""
+    host = os.memfd_create("host")
+    os.ftruncate(host, 1 << 20)
+    yield host
+    os.close(host)
 
 
 def settings_of(folder: Path, model_impl: str) -> dict[str, object]:
@@ -118,12 +129,10 @@ def answers(engine: Engine) -> list[Stream]:
 @pytest.mark.parametrize(
     "family",
     [
-        "gemma4_text, experts",
         "qwen3_5_text",
-        *map(
-            full, ("deepseek_v3", "nemotron_h, experts", "bamba", "falcon_h1", "falcon_h1, normed", "granitemoehybrid")
-        ),
-        *map(full, ("gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next", "deepseek_v2, lite", "minicpm3")),
+        *map(full, ("gemma4_text, experts", "deepseek_v3", "nemotron_h, experts", "bamba", "falcon_h1")),
+        *map(full, ("falcon_h1, normed", "granitemoehybrid", "gemma2", "phi3", "glm4", "gpt_oss", "qwen3_next")),
+        *map(full, ("deepseek_v2, lite", "minicpm3")),
     ],
 )
 def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
@@ -196,7 +205,9 @@ def test_pictures_are_given_to_all_ranks(family: str, tmp_path: Path) -> None:
     assert drafter.found
 
 
-def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+def test_an_adapter_is_loaded_on_all_ranks_or_on_none_and_the_smallest_host_cache_counts(
+    tmp_path: Path, host_fd: int
+) -> None:
     model = random_model(LlamaConfig(**SHAPE | {"tie_word_embeddings": False}))
     folder = Path(save(model, tmp_path / "checkpoint"))
     for seed, name in enumerate(("adapter-0", "adapter-1", "large")):
@@ -205,15 +216,18 @@ def test_an_adapter_is_loaded_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     expected = answers(whole)
     whole.close()
     more = {"lora_adapters": "", "lora_modules_dir": str(folder), "max_lora_rank": 8}
+    more |= {"host_cache_fd": host_fd, "host_cache_bytes": 1 << 20}
 
     def load(engine: Engine, name: str) -> None:
         source = AdapterSource(name, str(folder / name))
         for _ in engine.set_adapter(name, read_adapter(source, ShardConfig(model_path=str(folder)))):
             pass
 
-    second = {"max_lora_rank": 4}
+    second = {"max_lora_rank": 4, "host_cache_bytes": 1 << 18}
     with two_ranks(folder, tmp_path, "-m", "text_generation_shard", second=second, **more) as engine:
-        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256)))
+        (group,) = engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
+        assert group.host_blocks == (1 << 18) // HOST_BLOCK
+        driver = Driver(engine, (group,))
         load(engine, "adapter-0")
         driver.admit(range(3, 9), 3, adapter="adapter-0")
         driver.run()
@@ -311,32 +325,20 @@ def check_equal(parts: list[Stream], whole: list[Stream]) -> None:
             assert scores[1:] == pytest.approx(exact[1:], rel=1e-5, abs=1e-4)
 
 
-def test_a_rank_lost_in_a_step_is_named_and_the_others_close(folder: Path, tmp_path: Path) -> None:
-    program, host = textwrap.dedent(KILLED_IN_A_STEP), os.memfd_create("host")
-    os.ftruncate(host, 1 << 20)
-    try:
-        with two_ranks(folder, tmp_path, "-c", program, host_cache_fd=host, host_cache_bytes=1 << 20) as engine:
-            with pytest.raises(GroupBroken, match=r"^rank 1 is gone$"):
-                engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
-            engine.reset()  # as at the end of a session
-    finally:
-        os.close(host)
+def test_a_rank_lost_in_a_step_is_named_and_the_others_close(folder: Path, tmp_path: Path, host_fd: int) -> None:
+    program = textwrap.dedent(KILLED_IN_A_STEP)
+    with two_ranks(folder, tmp_path, "-c", program, host_cache_fd=host_fd, host_cache_bytes=1 << 20) as engine:
+        with pytest.raises(GroupBroken, match=r"^rank 1 is gone$"):
+            engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
+        engine.reset()  # as at the end of a session
 
 
-@pytest.mark.parametrize("smaller", [1 << 18, full(0)])
-def test_the_smallest_host_cache_of_all_ranks_counts(folder: Path, tmp_path: Path, smaller: int) -> None:
-    block = (
-        16 * 3 * 2 * 8 * 4 + 4
-    )  # keys and values of 16 tokens in 3 layers, with one head of 8 numbers, and the checksum
-    host = os.memfd_create("host")
-    os.ftruncate(host, 1 << 20)
-    settings = {"host_cache_fd": host, "host_cache_bytes": 1 << 20, "second": {"host_cache_bytes": smaller}}
-    try:
-        with two_ranks(folder, tmp_path, "-m", "text_generation_shard", **settings) as engine:  # type: ignore[arg-type]
-            (group,) = engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
-            assert group.host_blocks == smaller // block
-    finally:
-        os.close(host)
+@pytest.mark.full
+def test_a_rank_without_a_host_cache_leaves_the_others_without(folder: Path, tmp_path: Path, host_fd: int) -> None:
+    settings = {"host_cache_fd": host_fd, "host_cache_bytes": 1 << 20, "second": {"host_cache_bytes": 0}}
+    with two_ranks(folder, tmp_path, "-m", "text_generation_shard", **settings) as engine:  # type: ignore[arg-type]
+        (group,) = engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048, max_batch_prefill_tokens=256))
+        assert group.host_blocks == 0
 
 
 @pytest.mark.full
