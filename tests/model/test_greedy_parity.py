@@ -22,9 +22,10 @@ NEW_TOKENS = 24
 Prompts = list[tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=[0, full(1), full(2), full(3)], ids="prompts from {} on".format)
-def quarter(request: pytest.FixtureRequest, prompts: Prompts) -> Prompts:
-    return prompts[request.param :: 4]
+@pytest.fixture(scope="module", params=[0, *map(full, range(1, 8))], ids="prompts from {} on".format)
+def some(request: pytest.FixtureRequest, prompts: Prompts) -> Prompts:
+    """An eighth of the prompts; the first is of 1, 17 and 100 tokens."""
+    return prompts[request.param :: 8]
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +41,18 @@ def warm(engine: TorchEngine) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def together(engine: TorchEngine, quarter: Prompts) -> list[list[int]]:
+def together(engine: TorchEngine, some: Prompts) -> list[list[int]]:
     """The tokens of the prompts, all started in the same step."""
     driver = warm(engine)
-    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in quarter]
+    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in some]
     driver.run()
     return [stream.tokens for stream in streams]
 
 
-def test_transformers_predicts_each_token(demo_model: Path, quarter: Prompts, together: list[list[int]]) -> None:
+def test_transformers_predicts_each_token(demo_model: Path, some: Prompts, together: list[list[int]]) -> None:
     """Each token is the most probable one after those before it: the tokens that `generate` would return."""
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    for prompt, tokens in zip(quarter, together, strict=True):
+    for prompt, tokens in zip(some, together, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == tokens
@@ -59,10 +60,10 @@ def test_transformers_predicts_each_token(demo_model: Path, quarter: Prompts, to
 
 
 @pytest.mark.full
-def test_staggered_in_chunks_and_preempted(engine: TorchEngine, quarter: Prompts, together: list[list[int]]) -> None:
+def test_staggered_in_chunks_and_preempted(engine: TorchEngine, some: Prompts, together: list[list[int]]) -> None:
     driver = warm(engine)
     streams = []
-    for prompt in quarter:
+    for prompt in some:
         streams.append(driver.admit(prompt, NEW_TOKENS, chunk=48))
         for _ in range(3):
             driver.step()

@@ -30,9 +30,9 @@ from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 pytestmark = pytest.mark.model
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 SHARED = 15
-"""Index of the test prompt that all requests begin with: 65 tokens."""
+"""Index of the test prompt that all requests begin with: 65 tokens, four blocks and one token."""
 
 
 class Collector:
@@ -68,16 +68,20 @@ class Collector:
         self.over.set_exception(error)
 
 
+def build(folder: Path) -> TorchEngine:
+    config = ShardConfig(model_path=str(folder), dtype="float32", device="cpu", max_batch_size=16, speculate="0")
+    return build_engine(config)
+
+
 @pytest.fixture(scope="module")
-def engines(demo_model: Path) -> list[TorchEngine]:
-    config = ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16, speculate="0")
-    return [build_engine(config) for _ in range(2)]
+def engine(demo_model: Path) -> TorchEngine:
+    return build(demo_model)
 
 
 @pytest.fixture(scope="module")
 def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
     """Four requests with a common prefix, every other one sampled."""
-    shared = prompts[SHARED] * 2
+    shared = prompts[SHARED]
     return [
         Request(
             RequestId(number),
@@ -135,50 +139,54 @@ async def tokens_of(
 
 
 @pytest.fixture(scope="module")
-def alone(
-    requests: list[Request], engines: list[TorchEngine], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
+def alone(requests: list[Request], engine: TorchEngine, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """The tokens of each request when it runs alone, without the prefix cache."""
     folder = tmp_path_factory.mktemp("alone")
     tokens, scheduler = asyncio.run(
-        tokens_of(requests, engines[:1], folder, one_by_one=True, policy={"prefix_caching": False})
+        tokens_of(requests, [engine], folder, one_by_one=True, policy={"prefix_caching": False})
     )
     assert scheduler.stats().hit_tokens == 0
     return tokens
 
 
 async def test_together_from_the_prefix_cache(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+    requests: list[Request], engine: TorchEngine, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path)
+    tokens, scheduler = await tokens_of(requests, [engine], tmp_path)
     assert tokens == alone
-    assert scheduler.stats().hit_tokens == 3 * 128  # the first request computed the common prefix
+    assert scheduler.stats().hit_tokens == 3 * 64  # the first request computed the common prefix
 
 
 @pytest.mark.parametrize(
     ("pool_tokens", "policy"),
     [
-        pytest.param(208, {"growth_tokens": 1}, id="after preemptions"),
+        pytest.param(112, {"growth_tokens": 1}, id="after preemptions"),
         pytest.param(8192, {"max_batch_prefill_tokens": 17}, id="in chunks", marks=pytest.mark.full),
     ],
 )
 async def test_with_less_memory(
     requests: list[Request],
-    engines: list[TorchEngine],
+    engine: TorchEngine,
     alone: list[list[int]],
     tmp_path: Path,
     pool_tokens: int,
     policy: dict[str, Any],
 ) -> None:
-    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, pool_tokens=pool_tokens, policy=policy)
+    tokens, scheduler = await tokens_of(requests, [engine], tmp_path, pool_tokens=pool_tokens, policy=policy)
     assert tokens == alone
     assert (scheduler.stats().preemptions > 0) == (pool_tokens < 8192)
 
 
 @pytest.mark.parametrize("replicas", [2, full(1)], ids=["moved to another replica", "after a restart of its replica"])
 async def test_after_a_lost_replica(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path, replicas: int
+    demo_model: Path,
+    requests: list[Request],
+    engine: TorchEngine,
+    alone: list[list[int]],
+    tmp_path: Path,
+    replicas: int,
 ) -> None:
-    tokens, scheduler = await tokens_of(requests, engines[:replicas], tmp_path, lose=True)
+    engines = [engine, *(build(demo_model) for _ in range(replicas - 1))]
+    tokens, scheduler = await tokens_of(requests, engines, tmp_path, lose=True)
     assert scheduler.stats().moves > 0
     assert tokens == alone
