@@ -39,7 +39,7 @@ class Listener(Sink):
 
 
 async def test_new_requests_join_the_next_step(demo_model: Path) -> None:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, chats=False) as stack:
         engine = stack.engine
         assert isinstance(engine, CheckedEcho)
         steps = 0

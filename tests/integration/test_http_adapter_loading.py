@@ -170,7 +170,7 @@ async def test_adapters_without_requests_leave_their_room_at_once(demo_model: Pa
 
 
 async def test_the_operator_permits_it_and_calls(demo_model: Path, tmp_path: Path) -> None:
-    async with serve(demo_model, lora_adapters="sql") as stack:
+    async with serve(demo_model, chats=False, lora_adapters="sql") as stack:
         for reply in (await load(stack, "a", "a"), await unload(stack, "sql")):
             assert (reply.status, "--lora-modules-dir" in reply.body["error"]["message"]) == (404, True)
         assert await listed(stack) == ["echo", "sql"]
@@ -200,7 +200,7 @@ async def test_a_request_of_trtllm_serve_loads_its_adapter(demo_model: Path, tmp
 async def test_more_adapters_than_places_take_turns(demo_model: Path) -> None:
     names = [f"a{number}" for number in range(5)]
     options = {"lora_adapters": ",".join(names), "max_loras": 2, "echo_step_ms": 1}
-    async with serve(demo_model, **options) as stack, asyncio.TaskGroup() as tasks:
+    async with serve(demo_model, chats=False, **options) as stack, asyncio.TaskGroup() as tasks:
         rounds = Counter[str]()
 
         async def ask(name: str, new: int) -> None:

@@ -120,7 +120,7 @@ async def test_no_key_is_returned_or_logged(stack: Stack) -> None:
 
 async def test_routes_named_by_vertex_ai_require_keys_like_the_others(demo_model: Path) -> None:
     settings = {"api_key": [KEY], "aip_predict_route": "/v1/e:predict", "aip_health_route": "/v1/e"}
-    async with serve(demo_model, settings=settings) as stack:
+    async with serve(demo_model, chats=False, settings=settings) as stack:
         assert (await stack.ask("/v1/e:predict", {"instances": []}))[:2] == (401, "")
         assert (await stack.ask("/v1/e")).status == 200
 
@@ -128,7 +128,7 @@ async def test_routes_named_by_vertex_ai_require_keys_like_the_others(demo_model
 async def test_a_key_above_its_rate_is_refused_with_a_wait(demo_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f"""[[keys]]\nkey = "{KEY}"\ntokens_per_minute = 60\n[[keys]]\nkey = "other"\n""")
-    async with serve(demo_model, settings={"api_keys_file": str(file)}) as stack:
+    async with serve(demo_model, chats=False, settings={"api_keys_file": str(file)}) as stack:
         body = {"prompt": "one two three", "max_tokens": 90, "ignore_eos": True}
         tokens = (await stack.ask("/v1/completions", body, BEARER)).body["usage"]["total_tokens"]
         assert tokens > 90
@@ -167,7 +167,7 @@ async def test_a_browser_may_read_errors_and_our_headers(stack: Stack) -> None:
 
 
 async def test_other_origins_are_not_allowed(demo_model: Path) -> None:
-    async with serve(demo_model, settings={"cors_allow_origin": (ORIGIN,)}) as stack:
+    async with serve(demo_model, chats=False, settings={"cors_allow_origin": (ORIGIN,)}) as stack:
         for origin, allowed in ((ORIGIN, ORIGIN), ("http://b.example", None), (None, None)):
             headers = {} if origin is None else {"origin": origin}
             told = (await stack.ask("/info", headers=headers)).headers

@@ -49,7 +49,7 @@ async def burst(stack: Stack, sent: bytes) -> AsyncIterator[list[socket.socket]]
 
 
 async def test_requests_that_come_at_once_begin_in_slices(demo_model: Path) -> None:
-    async with serve(demo_model, max_concurrent_requests=BURST) as stack:
+    async with serve(demo_model, chats=False, max_concurrent_requests=BURST) as stack:
         await stack.generate("warm", max_new_tokens=1)
         async with burst(stack, request_bytes("/generate_stream", TEXT)) as clients, in_slices():
             for client in clients:

@@ -101,7 +101,7 @@ async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
 
 
 async def test_echoes_of_one_request_are_limited(demo_model: Path) -> None:
-    async with serve(demo_model, max_concurrent_requests=1024) as stack:
+    async with serve(demo_model, chats=False, max_concurrent_requests=1024) as stack:
         body = {"prompt": ["international " * 300] * 128, "max_tokens": 1, "echo": True, "n": 8}
         refused = await stack.ask(COMPLETIONS, body)
         assert refused.status == 400

@@ -35,7 +35,7 @@ def closed(stack: Stack, reason: str) -> int:
 
 async def test_unfinished_requests_and_idle_connections_end(demo_model: Path) -> None:
     limits = ConnectionLimits(headers_s=0.3, keep_alive_s=1.5)
-    async with serve(demo_model, connections=limits, settings={"body_s": 0.3}) as stack:
+    async with serve(demo_model, chats=False, connections=limits, settings={"body_s": 0.3}) as stack:
         whole = request_bytes("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 1}})
         async with asyncio.TaskGroup() as tasks:
             sent = (b"", HEADERS, whole[:-1], whole, whole + HEADERS)
@@ -53,7 +53,7 @@ async def test_unfinished_requests_and_idle_connections_end(demo_model: Path) ->
 
 async def test_headers_have_a_deadline_from_their_first_byte_and_bodies_a_minimum_rate(demo_model: Path) -> None:
     settings = {"body_s": 1.0}
-    async with serve(demo_model, connections=ConnectionLimits(headers_s=1.0), settings=settings) as stack:
+    async with serve(demo_model, chats=False, connections=ConnectionLimits(headers_s=1.0), settings=settings) as stack:
 
         async def sent_in_parts(parts: list[bytes]) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
@@ -83,7 +83,7 @@ async def test_headers_have_a_deadline_from_their_first_byte_and_bodies_a_minimu
 
 
 async def test_a_stream_ends_when_its_client_is_too_far_behind(demo_model: Path) -> None:
-    async with serve(demo_model, settings={"max_unread_bytes": 20_000}) as stack:
+    async with serve(demo_model, chats=False, settings={"max_unread_bytes": 20_000}) as stack:
         body = {"inputs": "one two three four", "parameters": {"max_new_tokens": 2000, "top_n_tokens": 5}}
         with stack.small_window() as client:
             client.sendall(request_bytes("/generate_stream", body))
@@ -93,7 +93,7 @@ async def test_a_stream_ends_when_its_client_is_too_far_behind(demo_model: Path)
 
 
 async def test_a_client_that_reads_gets_events_of_any_size(demo_model: Path) -> None:
-    async with serve(demo_model, settings={"max_unread_bytes": 20_000}) as stack:
+    async with serve(demo_model, chats=False, settings={"max_unread_bytes": 20_000}) as stack:
         body = {"prompt": "a few words " * 250, "n": 2, "max_tokens": 2, "echo": True, "logprobs": 5, "stream": True}
         *events, done, _ = (await stack.ask("/v1/completions", body)).body.split("\n\n")
         assert (len(events), done) == (4, "data: [DONE]")
@@ -102,7 +102,7 @@ async def test_a_client_that_reads_gets_events_of_any_size(demo_model: Path) -> 
 
 
 async def test_every_response_that_is_not_read_ends_and_a_slow_reader_gets_all_of_it(demo_model: Path) -> None:
-    async with serve(demo_model, connections=ConnectionLimits(stall_s=0.7)) as stack:
+    async with serve(demo_model, chats=False, connections=ConnectionLimits(stall_s=0.7)) as stack:
         tokenize = request_bytes("/tokenize", {"inputs": "one two three four " * 10_000})
         stream = {"inputs": "one two three four", "parameters": {"max_new_tokens": 2000, "top_n_tokens": 5}}
         never = (
@@ -130,7 +130,7 @@ async def test_every_response_that_is_not_read_ends_and_a_slow_reader_gets_all_o
 
 
 async def test_beyond_the_limit_the_longest_idle_makes_room_and_then_only_probes_are_answered(demo_model: Path) -> None:
-    async with serve(demo_model, connections=ConnectionLimits(limit=4), echo_step_ms=5) as stack:
+    async with serve(demo_model, chats=False, connections=ConnectionLimits(limit=4), echo_step_ms=5) as stack:
         idle = [await asyncio.open_connection("127.0.0.1", stack.port) for _ in range(4)]
         await until(lambda: stack.metrics.connections.open == 4)
         await asyncio.sleep(1.1)  # none of them is new any more

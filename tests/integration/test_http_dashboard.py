@@ -113,13 +113,13 @@ async def test_the_page_needs_no_key_and_its_events_do(demo_model: Path, tmp_pat
 
 
 async def test_without_the_dashboard_its_paths_are_unknown(demo_model: Path) -> None:
-    async with serve(demo_model, settings={"dashboard": False}) as stack:
+    async with serve(demo_model, chats=False, settings={"dashboard": False}) as stack:
         for path in ("/dashboard", "/dashboard/events", "/dashboard/main.js"):
             assert (await stack.ask(path)).status == 404
 
 
 async def test_more_viewers_than_the_limit_are_refused(demo_model: Path) -> None:
-    async with serve(demo_model) as stack, AsyncExitStack() as viewers:
+    async with serve(demo_model, chats=False) as stack, AsyncExitStack() as viewers:
         for _ in range(MAX_VIEWERS):
             await viewers.enter_async_context(stack.client.get("/dashboard/events"))
         refused = await stack.ask("/dashboard/events")
@@ -128,7 +128,7 @@ async def test_more_viewers_than_the_limit_are_refused(demo_model: Path) -> None
 
 async def test_one_tenant_does_not_take_the_streams_of_others(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text(KEYS)
-    async with serve(demo_model, settings={"api_keys_file": str(tmp_path / "keys.toml")}) as stack:
+    async with serve(demo_model, chats=False, settings={"api_keys_file": str(tmp_path / "keys.toml")}) as stack:
         async with AsyncExitStack() as viewers:
             for _ in range(MAX_VIEWERS_OF_TENANT):
                 await viewers.enter_async_context(stack.client.get("/dashboard/events", headers=TENANT))
@@ -142,7 +142,7 @@ async def test_one_tenant_does_not_take_the_streams_of_others(demo_model: Path, 
 async def test_a_page_that_opens_late_sees_what_happened_before(demo_model: Path, linked: bool) -> None:
     # Less than the first events: they have room of their own.
     settings = {"max_unread_bytes": 2000}
-    async with serve(demo_model, linked=linked, settings=settings, echo_step_ms=2) as stack:
+    async with serve(demo_model, chats=False, linked=linked, settings=settings, echo_step_ms=2) as stack:
         await sample_with(stack, {}, lambda sample: sample["states"] == {"serving": 1})
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stack.generate("Hello", max_new_tokens=700))
@@ -164,7 +164,7 @@ async def test_a_page_that_opens_late_sees_what_happened_before(demo_model: Path
 
 
 async def test_a_viewer_does_not_hold_up_a_server_that_drains(demo_model: Path) -> None:
-    async with serve(demo_model, linked=True) as stack, asyncio.timeout(20), events(stack, {}) as stream:
+    async with serve(demo_model, chats=False, linked=True) as stack, asyncio.timeout(20), events(stack, {}) as stream:
         names = [await anext(stream) for _ in range(3)]
         assert [name for name, _ in names] == ["server", "history", "sample"]
         stack.seen.draining = True
@@ -188,7 +188,7 @@ class GatedStats(OwnStats):
 
 
 async def test_all_viewers_get_one_sample_and_one_that_cannot_be_taken_ends_nothing(demo_model: Path) -> None:
-    async with serve(demo_model) as stack, asyncio.timeout(20):
+    async with serve(demo_model, chats=False) as stack, asyncio.timeout(20):
         stats = GatedStats(stack)
         async with background(stats.run()), asyncio.TaskGroup() as viewers:
             await until(lambda: stats.failed)

@@ -86,7 +86,10 @@ async def test_a_request_leaves_the_queue_at_its_queue_timeout(
     demo_model: Path, headers: dict[str, str], fields: dict[str, object]
 ) -> None:
     # Nothing is known of the server's pace before its first step, which takes longer than the request may wait.
-    async with serve(demo_model, max_batch_size=1, echo_prefill_us=250_000) as stack, asyncio.TaskGroup() as tasks:
+    async with (
+        serve(demo_model, chats=False, max_batch_size=1, echo_prefill_us=250_000) as stack,
+        asyncio.TaskGroup() as tasks,
+    ):
         running = tasks.create_task(stack.generate("one two", max_new_tokens=1))
         await until(lambda: stack.scheduler.stats().running == 1)
         body = {"inputs": "Hello", **fields}
@@ -99,7 +102,7 @@ async def test_a_request_leaves_the_queue_at_its_queue_timeout(
 
 
 async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(demo_model: Path) -> None:
-    async with serve(demo_model, max_batch_size=1, echo_step_ms=5) as stack:
+    async with serve(demo_model, chats=False, max_batch_size=1, echo_step_ms=5) as stack:
         async with stack.client.post("/generate_stream", json=GENERATE.body("one two", MANY)) as running:
             for _ in range(20):
                 await running.content.readuntil(b"\n\n")
@@ -151,7 +154,9 @@ async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(stack: Stack,
 
 
 async def test_interactive_requests_run_before_bulk(demo_model: Path) -> None:
-    async with serve(demo_model, max_batch_size=1, echo_step_ms=2, settings={"max_priority": "system"}) as stack:
+    async with serve(
+        demo_model, chats=False, max_batch_size=1, echo_step_ms=2, settings={"max_priority": "system"}
+    ) as stack:
         order: list[str] = []
 
         async def one(word: str, headers: dict[str, str], fields: dict[str, object]) -> None:

@@ -35,7 +35,7 @@ def failures(stack: Stack, reason: str) -> int:
 
 
 async def test_each_sequence_of_best_of_takes_a_permit_after_the_rules_of_the_route(demo_model: Path) -> None:
-    async with serve(demo_model, max_concurrent_requests=2) as stack:
+    async with serve(demo_model, chats=False, max_concurrent_requests=2) as stack:
 
         async def status_of(**parameters: object) -> int:
             body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1, "do_sample": True, **parameters}}
@@ -51,7 +51,7 @@ async def test_each_sequence_of_best_of_takes_a_permit_after_the_rules_of_the_ro
 
 
 async def test_a_draining_server_refuses_new_requests_and_finishes_running_ones(demo_model: Path) -> None:
-    async with serve(demo_model, echo_step_ms=2) as stack:
+    async with serve(demo_model, chats=False, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(20)) as running:
             stack.cluster.draining = True
             refused = await stack.ask("/generate", asking_for(1))
@@ -66,7 +66,7 @@ async def test_a_draining_server_refuses_new_requests_and_finishes_running_ones(
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
 async def test_leaving_the_queue_frees_everything(demo_model: Path, route: str) -> None:
-    async with serve(demo_model, max_batch_size=1, echo_step_ms=5) as stack:
+    async with serve(demo_model, chats=False, max_batch_size=1, echo_step_ms=5) as stack:
         first = await connect(stack, asking_for(MANY))
         second = await connect(stack, asking_for(MANY), route)
         await until(lambda: stack.scheduler.stats().waiting == 1)
@@ -80,7 +80,7 @@ async def test_leaving_the_queue_frees_everything(demo_model: Path, route: str) 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
 async def test_leaving_during_prefill_frees_everything(demo_model: Path, route: str) -> None:
-    async with serve(demo_model, echo_prefill_us=1000) as stack:
+    async with serve(demo_model, chats=False, echo_prefill_us=1000) as stack:
         writer = await connect(stack, {"inputs": " the" * 300, "parameters": {"max_new_tokens": 5}}, route)
         await until(lambda: stack.engine.running == 1)
         writer.close()
@@ -94,7 +94,7 @@ async def test_leaving_during_prefill_frees_everything(demo_model: Path, route: 
     ids=["whole", "stream", "best of"],
 )
 async def test_leaving_during_decode_frees_everything(demo_model: Path, route: str, best_of: int) -> None:
-    async with serve(demo_model, echo_step_ms=2) as stack:
+    async with serve(demo_model, chats=False, echo_step_ms=2) as stack:
         with capture_logs() as records:
             writer = await connect(stack, asking_for(MANY, best_of=best_of, do_sample=True), route)
             await until(lambda: stack.scheduler.stats().running == best_of and stack.scheduler.stats().used_tokens > 12)
@@ -117,14 +117,14 @@ async def generated_unread(stack: Stack, version: str = "1.1") -> socket.socket:
 
 
 async def test_leaving_an_unread_stream_frees_everything(demo_model: Path) -> None:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, chats=False) as stack:
         (await generated_unread(stack)).close()
         await until(lambda: stack.metrics.connections.open == 0)
         await stack.assert_empty()
 
 
 async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, chats=False) as stack:
         connection = await generated_unread(stack, version="1.0")
         connection.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=connection)
@@ -138,7 +138,7 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
 
 async def test_a_preempted_request_counts_its_queue_time_and_cached_tokens_once(demo_model: Path) -> None:
     body = {"inputs": "one two three four five six", "parameters": {"max_new_tokens": 150}}
-    async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
+    async with serve(demo_model, chats=False, pool_tokens=256, echo_step_ms=1) as stack:
 
         async def one() -> float:
             status, _, headers = await stack.ask("/generate", body)
@@ -162,7 +162,7 @@ FIRST, SECOND = 6310, 3116
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
 async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, route: str) -> None:
-    async with serve(demo_model, build=failing_at(FIRST)) as stack:
+    async with serve(demo_model, chats=False, build=failing_at(FIRST)) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}, "stream": True}
         status, error, _ = await stack.ask(route, body)
         assert (status, list(error), error["error_type"]) == (424, ["error", "error_type"], "generation")
@@ -172,7 +172,7 @@ async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, ro
 
 
 async def test_an_error_after_the_first_token_is_the_last_event(demo_model: Path) -> None:
-    async with serve(demo_model, build=failing_at(SECOND), echo_step_ms=5) as stack:
+    async with serve(demo_model, chats=False, build=failing_at(SECOND), echo_step_ms=5) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}}
         status, text, _ = await stack.ask("/generate_stream", body)
         events = stream_data(text.encode())
@@ -184,7 +184,7 @@ async def test_an_error_after_the_first_token_is_the_last_event(demo_model: Path
 
 
 async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> None:
-    async with serve(demo_model, build=failing_at(SECOND)) as stack:
+    async with serve(demo_model, chats=False, build=failing_at(SECOND)) as stack:
         for best_of in (1, 3):
             parameters = {"max_new_tokens": 4, "best_of": best_of, "do_sample": True}
             body = {"inputs": "Test request", "parameters": parameters}
@@ -193,7 +193,7 @@ async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> 
 
 
 async def test_a_stream_continues_after_its_shard_returns(demo_model: Path) -> None:
-    async with serve(demo_model, echo_step_ms=2) as stack:
+    async with serve(demo_model, chats=False, echo_step_ms=2) as stack:
         undisturbed = await stack.generate("one two three", max_new_tokens=200)
         body = {"inputs": "one two three", "parameters": {"max_new_tokens": 200}}
         async with stack.client.post("/generate_stream", json=body) as streamed:
@@ -207,7 +207,7 @@ async def test_a_stream_continues_after_its_shard_returns(demo_model: Path) -> N
 
 
 async def test_a_stream_that_loses_its_shard_too_often_ends_with_an_error(demo_model: Path) -> None:
-    async with serve(demo_model, policy={"max_request_moves": 0}, echo_step_ms=2) as stack:
+    async with serve(demo_model, chats=False, policy={"max_request_moves": 0}, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(MANY)) as streamed:
             first = await streamed.content.readuntil(b"\n\n")
             stack.stop_shard()
@@ -229,7 +229,9 @@ async def test_a_silent_stream_gets_comments_before_its_first_event(
     demo_model: Path, fail_token: int, part: dict[str, str]
 ) -> None:
     settings = {"keep_alive_s": 0.02}
-    async with serve(demo_model, settings=settings, echo_prefill_us=100_000, build=failing_at(fail_token)) as stack:
+    async with serve(
+        demo_model, chats=False, settings=settings, echo_prefill_us=100_000, build=failing_at(fail_token)
+    ) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
         status, text, _ = await stack.ask("/generate_stream", body)
         assert (status, text[:6]) == (200, ":\n\n:\n\n")
@@ -237,7 +239,7 @@ async def test_a_silent_stream_gets_comments_before_its_first_event(
 
 
 async def test_http_1_0_gets_an_unchunked_body_and_the_end_of_its_connection(demo_model: Path) -> None:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, chats=False) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
         request = request_bytes("/generate_stream", asking_for(2), version="1.0")
         writer.write(request.replace(b"host: a\r\n", b"host: a\r\nconnection: keep-alive\r\n"))
@@ -248,7 +250,7 @@ async def test_http_1_0_gets_an_unchunked_body_and_the_end_of_its_connection(dem
 
 
 async def test_a_connection_is_reused(demo_model: Path) -> None:
-    async with serve(demo_model) as stack:
+    async with serve(demo_model, chats=False) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
         for _ in range(3):
             writer.write(request_bytes("/generate_stream", asking_for(3)))

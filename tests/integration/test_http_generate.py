@@ -171,7 +171,7 @@ async def test_the_length_limits_are_inclusive(stack: Stack) -> None:
 
 async def test_health_is_empty_or_an_error(demo_model: Path) -> None:
     well = True
-    async with serve(demo_model, healthy=lambda: well) as stack:
+    async with serve(demo_model, chats=False, healthy=lambda: well) as stack:
         for route, body in {"/health": "", "/ping": "", "/": "", "/v2/health/ready": {"live": True}}.items():
             well = True
             assert (await stack.ask(route))[:2] == (200, body)

@@ -45,7 +45,7 @@ async def salts(stack: Stack, *asked: tuple[str, str | None]) -> list[str]:
 
 
 async def test_tenants_that_are_kept_apart_are_so_in_the_engine_and_not_by_name(demo_model: Path) -> None:
-    async with serve(demo_model, build=Salted.build, settings={"prefix_cache_per_tenant": True}) as stack:
+    async with serve(demo_model, chats=False, build=Salted.build, settings={"prefix_cache_per_tenant": True}) as stack:
         told = await salts(stack, ("acme", None), ("umbrella", None), ("acme", None), ("acme", "pepper"))
     assert told[0] == told[2]
     assert len({*told}) == 3
@@ -53,7 +53,7 @@ async def test_tenants_that_are_kept_apart_are_so_in_the_engine_and_not_by_name(
 
 
 async def test_where_the_router_keeps_the_prefix_cache_no_salt_leaves_it(demo_model: Path) -> None:
-    async with serve(demo_model, build=recording()) as stack:
+    async with serve(demo_model, chats=False, build=recording()) as stack:
         assert await stack.generate("Hello", max_new_tokens=1, cache_salt="pepper")
         assert isinstance(stack.engine, RecordingEcho)
         assert [each.cache_salt for each in stack.engine.placements] == [""]
@@ -111,7 +111,7 @@ async def told(stack: Stack, tenant: str, text: str = " one two" * 60) -> int:
 
 
 async def test_cached_tokens_that_the_engine_finds_are_told_and_counted(demo_model: Path) -> None:
-    async with serve(demo_model, build=CachingEcho.build) as stack:
+    async with serve(demo_model, chats=False, build=CachingEcho.build) as stack:
         assert isinstance(stack.engine, CachingEcho)
         assert await told(stack, "") == 0
         stack.engine.found = 77
@@ -123,7 +123,9 @@ async def test_cached_tokens_that_the_engine_finds_are_told_and_counted(demo_mod
 
 
 async def test_tenants_that_share_the_engines_cache_learn_nothing_of_each_other(demo_model: Path) -> None:
-    async with serve(demo_model, build=CachingEcho.build, settings={"prefix_cache_per_tenant": False}) as stack:
+    async with serve(
+        demo_model, chats=False, build=CachingEcho.build, settings={"prefix_cache_per_tenant": False}
+    ) as stack:
         assert isinstance(stack.engine, CachingEcho)
         assert await told(stack, "acme") == 0
         stack.engine.found = 77

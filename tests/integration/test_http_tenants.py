@@ -94,7 +94,9 @@ async def test_a_refusal_has_retry_after_and_comes_before_the_response_begins(
 async def test_a_tenant_with_all_permits_blocks_only_itself(
     demo_model: Path, keys: tuple[str, ...], flood: dict[str, str], other: dict[str, str]
 ) -> None:
-    async with serve(demo_model, max_concurrent_requests=2, settings={"api_key": keys}, echo_step_ms=5) as stack:
+    async with serve(
+        demo_model, chats=False, max_concurrent_requests=2, settings={"api_key": keys}, echo_step_ms=5
+    ) as stack:
         async with endless(stack, 2, flood):
             assert await status_of(stack, flood) == 429
             assert await status_of(stack, other) == 200
@@ -105,7 +107,7 @@ async def test_a_tenant_with_all_permits_blocks_only_itself(
 
 async def test_a_refusal_is_cheap(demo_model: Path) -> None:
     long = {"inputs": "word " * 100_000}
-    async with serve(demo_model, max_concurrent_requests=1) as stack, stack.permits.take(1, TenantId("")):
+    async with serve(demo_model, chats=False, max_concurrent_requests=1) as stack, stack.permits.take(1, TenantId("")):
         started = time.thread_time()
         for _ in range(10):
             assert (await stack.ask("/generate", long)).status == 429

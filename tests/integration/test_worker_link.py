@@ -267,7 +267,7 @@ async def test_a_worker_that_is_seconds_behind_is_not_cut_off(demo_model: Path) 
     scored = replace(
         requests()[0], prompt=tuple(range(50, 8050)), logprobs=LogprobOptions(prompt=True, prompt_top_n=20)
     )
-    async with serve(demo_model, linked=True) as stack, peer(stack) as busy:
+    async with serve(demo_model, chats=False, linked=True) as stack, peer(stack) as busy:
         busy.send(HELLO)
         for number in range(24):
             busy.send(pb.FromWorker(submit=request_to_pb(scored, RequestId(number))))
@@ -281,7 +281,7 @@ async def test_a_worker_that_is_seconds_behind_is_not_cut_off(demo_model: Path) 
 
 
 async def test_a_worker_that_does_not_read_is_cut_off_alone(demo_model: Path) -> None:
-    async with serve(demo_model, linked=True, max_unread_bytes=1 << 16, max_batch_size=256) as stack:
+    async with serve(demo_model, chats=False, linked=True, max_unread_bytes=1 << 16, max_batch_size=256) as stack:
         post = stack.client.post("/generate_stream", json=STREAMED[0].body(TEXT, 1000))
         async with post as running, peer(stack) as deaf:
             deaf.send(HELLO)

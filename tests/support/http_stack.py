@@ -159,6 +159,7 @@ async def serve(
     healthy: Callable[[], bool] = lambda: True,
     settings: dict[str, Any] | None = None,
     pool_tokens: int = 0,
+    chats: bool = True,
     chat_template: str | None = None,
     tool_call_parser: str = "auto",
     reasoning: bool = False,
@@ -177,6 +178,8 @@ async def serve(
 
     `linked`: HTTP and scheduling are linked by a Unix socket, as those of an HTTP worker are; the scheduler's end cuts off
     one that does not read beyond `max_unread_bytes`.
+
+    Without `chats` the model has no chat template, and no workers that render it are started.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """
@@ -202,7 +205,9 @@ async def serve(
             cluster: Cluster[Any] = Cluster(scheduler, metrics.steps, delivery=delivery)
             metrics.add_shards(cluster, lambda: len(cluster.members))
             stats = OwnStats(metrics, cluster)
-            templates = ChatTemplates.load(model, override=chat_template)
+            templates = (
+                ChatTemplates.load(model, override=chat_template) if chats else ChatTemplates({}, {}, frozenset())
+            )
             permits = Permits(max_concurrent_requests, partial(scheduler.estimated_wait, for_permit=True))
             link_server = (
                 None if delivery is None else WorkerLinkServer(cluster, delivery, permits, joined, max_unread_bytes)
