@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from full_grid import full
 from shard_server import serve_engine
 
 from text_generation_common.exit_codes import ExitCode
@@ -38,7 +39,7 @@ CRASHING = """
 
 @pytest.mark.parametrize(
     ("raised", "log_format"),
-    [("RuntimeError", "--json-output"), ("RuntimeError", "--no-json-output"), ("EngineError", "--no-json-output")],
+    [("RuntimeError", "--json-output"), ("EngineError", "--no-json-output"), full("RuntimeError", "--no-json-output")],
 )
 async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, raised: str, log_format: str) -> None:
     address = f"unix://{tmp_path}/s"

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -23,11 +24,26 @@ WORDS = re.compile(r"\b(nobody|whoever|hangs? on|newcomers?|in vain|foreseen|the
 """Words with a plainer term in docs/glossary.md."""
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def definitions(path: Path) -> list[Definition]:
+    """The module in a file, and its classes and functions at any depth."""
+    found: list[Definition] = []
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition):
+            found.append(node)
+        statements = ast.stmt | ast.ExceptHandler | ast.match_case  # expressions, most of the nodes, have none
+        waiting += (each for each in ast.iter_child_nodes(node) if isinstance(each, statements))
+    return found
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Docstrings of modules, classes, functions and attributes, with their lines."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    for node in definitions(path):
         for statement in node.body:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(text))):
@@ -54,7 +70,7 @@ def test_a_docstring_opens_with_a_declarative_sentence() -> None:
     opened = [
         f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
         for path in MODULES
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in docstrings(path)
         if OPENINGS.match(text)
     ]
     assert opened == []
@@ -68,7 +84,7 @@ def test_a_class_name_is_defined_once() -> None:
     places = defaultdict(list)
     for path in MODULES:
         if path.relative_to(ROOT).parts[0] in PRODUCT:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in definitions(path):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(str(path.relative_to(ROOT)))
     assert len(places) > 300

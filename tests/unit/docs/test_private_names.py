@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -32,9 +32,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that our own code defines, as variables, functions, classes and attributes of `self`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -44,9 +44,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def used(tree: ast.AST) -> Iterator[str]:
+def used(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Private names after a dot, in imports and in `getattr` and its like."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(attr=name):
                 yield name
@@ -61,9 +61,9 @@ def used(tree: ast.AST) -> Iterator[str]:
 
 
 def test_private_names_of_other_libraries_are_listed_with_a_reason() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-    own = {name for tree in trees.values() for name in defined(tree)}
-    found = {(path.name, name) for path, tree in trees.items() for name in used(tree) if is_private(name)}
+    nodes = {path: [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))] for path in FILES}
+    own = {name for each in nodes.values() for name in defined(each)}
+    found = {(path.name, name) for path, each in nodes.items() for name in used(each) if is_private(name)}
     foreign = {(file, name) for file, name in found if name not in own}
     assert sorted((file, name) for file, name in foreign if name not in REASONS) == []
     assert sorted(REASONS.keys() - {name for _, name in foreign}) == [], "listed, but not used"

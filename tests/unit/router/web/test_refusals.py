@@ -14,13 +14,13 @@ from text_generation_router.web.refusals import MAX_REFUSALS_LOGGED, RefusalLimi
 
 async def test_refusals_are_limited_by_status_and_the_others_counted() -> None:
     metrics = api_metrics()
-    limiter = RefusalLimiter(window_s=0.05)
+    limiter, request = RefusalLimiter(window_s=0.05), make_mocked_request("POST", "/generate")
     sent = {200: 300, 401: 300, 429: MAX_REFUSALS_LOGGED}
 
     def flood() -> None:
         for status, requests in sent.items():
             for _ in range(requests):
-                finish(Record(), make_mocked_request("POST", "/generate"), status, metrics, limiter)
+                finish(Record(), request, status, metrics, limiter)
 
     for _ in range(2):  # the second window begins anew
         with capture_logs() as logs:
