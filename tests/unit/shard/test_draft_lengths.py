@@ -61,7 +61,7 @@ def simulate(seconds: Callable[[int], float], rows: int, right: float, *, runs_a
     ("rows", "right"),
     [
         *((rows, right) for rows in (1, 8) for right in (0.0, 0.3, 0.6, 0.9)),
-        *((100, 0.6), *(full(100, right) for right in (0.0, 0.3, 0.9))),
+        *((40, 0.6), *(full(100, right) for right in (0.0, 0.3, 0.6, 0.9))),
     ],
 )
 @pytest.mark.parametrize("seconds", SECONDS.values(), ids=SECONDS)

@@ -167,6 +167,7 @@ def load(engine: Engine, config: ShardConfig, name: str) -> Iterator[None]:
     return engine.set_adapter(name, read_adapter(source, config))
 
 
+@pytest.mark.parametrize("served", [name if name == "qwen3_next" else full(name) for name in CONFIGS], indirect=True)
 def test_adapters_that_come_while_others_run_take_turns_on_the_device(served: Served) -> None:
     """Twelve adapters would fit host memory, and two the device. One of the start makes room for the embedding and the LM head."""
     settings = {"lora_modules_dir": served.config.model_path, "max_loras": 2, "max_cpu_loras": 12}
