@@ -46,6 +46,7 @@ ALSO_COVERED = {
     "olmo_hybrid, with rotation",
     "youtu",
     "llama, tied",
+    "llama, yarn rope",
     "qwen3, tied",
     "glm4_moe, no norms",
     "glm4_moe_lite",
