@@ -184,6 +184,7 @@ async def test_a_draining_server_refuses_politely_and_closes_last(
 ) -> None:
     port = free_port()
     with running(echo_model, "--echo-step-ms", "20", "--management-port", str(port)) as stack:
+        assert stack.events("launcher")[-1] == "ready"
         assert stack.records[-1]["url"] == stack.url
         children = stack.children()
         management = f"http://127.0.0.1:{port}"

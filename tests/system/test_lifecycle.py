@@ -1,4 +1,4 @@
-"""Start, serve, drain and stop: the real processes with the echo engine."""
+"""Start, serve, drain and stop: the real processes with the echo engine. tests/system/test_connections.py has the plain stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 import pytest
 from ports import free_port
-from stack import Stack, running, still_running
+from stack import Stack, running
 from streams import Streams
 
 pytestmark = pytest.mark.system
@@ -36,22 +36,6 @@ def failed_start(model: Path, *args: str) -> Stack:
     finally:
         stack.close()
     return stack
-
-
-async def test_sigterm_lets_running_streams_finish(echo_model: Path, session: aiohttp.ClientSession) -> None:
-    with running(echo_model, *SLOW) as stack:
-        assert stack.records[-1]["url"] == stack.url
-        assert stack.events("launcher")[-1] == "ready"
-        children = stack.children()
-        async with asyncio.TaskGroup() as tasks:
-            streams = Streams(session, tasks)
-            await streams.open(stack.url, 16, max_new_tokens=50)
-            stack.launcher.send_signal(signal.SIGTERM)
-            await streams.all_ended()
-        assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 50)}
-        assert await asyncio.to_thread(stack.wait) == 0
-        assert await asyncio.to_thread(still_running, children, 5) == []
-        assert stack.left_behind() == []
 
 
 @pytest.mark.full
