@@ -16,7 +16,7 @@ TINY_LLAMA = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,

@@ -48,9 +48,10 @@ SMALLER = SHAPE | {"initializer_range": 0.15}
 """Logits so small that their rounding is below 1e-5."""
 TOLERANCES = {"window": 1e-3, "fp8": 1e-3, "qwen3_5_text": 5e-4, "olmo_hybrid": 5e-4, "predictions": 1e-4}
 """Other chunks of a prompt alone change log-probabilities as much."""
+OF_TWO_LAYERS = SMALLER | {"num_hidden_layers": 2}
 CONFIGS: dict[str, PretrainedConfig] = {
-    "full": LlamaConfig(**SMALLER),
-    "window": Gemma2Config(**SMALLER, sliding_window=20, query_pre_attn_scalar=16),
+    "full": LlamaConfig(**OF_TWO_LAYERS),
+    "window": Gemma2Config(**OF_TWO_LAYERS, sliding_window=20, query_pre_attn_scalar=16),
 }
 STATES = native_configs(SMALLER, head_dim=16, wide_head_dim=24)
 
@@ -116,7 +117,7 @@ def with_and_without(driver: Driver, seed: int, kind: str) -> tuple[Traffic, Tra
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint with a predicting layer, and one with a draft model, by source."""
-    layers = {MTP: PredictionLayer(STATES["qwen2"]), EAGLE: EagleModel(CONFIGS["full"])}
+    layers = {MTP: PredictionLayer(STATES["qwen2"]), EAGLE: EagleModel(LlamaConfig(**SMALLER))}
     written = {source: layer.write(tmp_path_factory.mktemp(source)) for source, layer in layers.items()}
     for each in written.values():
         write_tokenizer(each)

@@ -9,7 +9,8 @@ import torch
 from engine_driver import Driver, Stream
 from full_grid import full
 from native_families import LATENT
-from tiny_transformers import SHAPE, random_model, save
+from tiny_transformers import SHAPE as TINY_SHAPE
+from tiny_transformers import random_model, save
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, YoutuConfig
 
@@ -18,6 +19,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
+SHAPE = TINY_SHAPE | {"num_hidden_layers": 2}
 CONFIGS: dict[str, PretrainedConfig] = {
     "full attention": LlamaConfig(**SHAPE),
     "sliding window": MistralConfig(**SHAPE, sliding_window=19),

@@ -14,7 +14,8 @@ from full_grid import full
 from reference_kernels import reference_engine
 from replica_world import ReplicaSetup, ReplicaWorld
 from scheduler_checks import check_scheduler
-from tiny_transformers import SHAPE, random_model, save
+from tiny_transformers import SHAPE as TINY_SHAPE
+from tiny_transformers import random_model, save
 from torch import Tensor
 from transformers import Gemma2Config, MistralConfig, PretrainedConfig, PreTrainedModel
 
@@ -28,6 +29,7 @@ from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 WINDOW = 20
+SHAPE = TINY_SHAPE | {"num_hidden_layers": 2}
 CONFIGS: dict[str, PretrainedConfig] = {
     "some layers": Gemma2Config(**SHAPE, sliding_window=WINDOW, query_pre_attn_scalar=16),
     "all layers": MistralConfig(**SHAPE, sliding_window=WINDOW),
