@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import transformers
@@ -104,6 +105,13 @@ VISION_MODELS = {
     "internvl": "InternVL 3 and 3.5 in the format of transformers",
 }
 """The same of the models of text and images."""
+
+
+def first_layers(config: transformers.PretrainedConfig, count: int) -> transformers.PretrainedConfig:
+    """Return the config of a model of the first layers of another one, whose layers have types."""
+    fewer = copy.deepcopy(config)
+    fewer.num_hidden_layers, fewer.layer_types = count, fewer.layer_types[:count]
+    return fewer
 
 
 def native_configs(

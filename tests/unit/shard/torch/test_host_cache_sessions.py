@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from byte_tokenizer import write_tokenizer
 from full_grid import full
-from native_families import LATENT, native_configs
+from native_families import LATENT, first_layers, native_configs
 from replica_world import ReplicaSetup, ReplicaWorld
 from scheduler_checks import assert_idle, check_scheduler
 from scripted_drafts import draft_by
@@ -36,7 +36,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "full": LlamaConfig(**LONG),
     "window": Gemma2Config(**LONG, sliding_window=40, query_pre_attn_scalar=16),
     "latent": YoutuConfig(**LONG | LATENT),
-    "state": native_configs(LONG, head_dim=16, wide_head_dim=24)["qwen3_5_text"],
+    "state": first_layers(native_configs(LONG, head_dim=16, wide_head_dim=24)["qwen3_5_text"], 2),
 }
 HOST_BYTES = 4 << 20
 AT_ONCE = 3

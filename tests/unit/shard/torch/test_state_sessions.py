@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_driver import Driver
 from full_grid import full
-from native_families import native_configs
+from native_families import first_layers, native_configs
 from replica_world import ReplicaSetup, ReplicaWorld
 from scheduler_checks import check_scheduler
 from scripted_drafts import ScriptedDrafts, draft_by
@@ -33,6 +33,7 @@ from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 
 CONFIGS = native_configs(SHAPE | {"max_position_embeddings": 512}, head_dim=16, wide_head_dim=24)
+CONFIGS["qwen3_5_text"] = first_layers(CONFIGS["qwen3_5_text"], 2)  # a state, and attention
 SESSIONS = 100 if os.environ.get("TEST_FULL") else 2
 AT_ONCE = 4
 MARKER = (300, 301, 302)
