@@ -162,7 +162,7 @@ class Orders:
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
     further_allocations: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
-    """The allocations of each group after the first."""
+    """The allocations of each group after the first; of states (slot, (position of the first token that writes to it, block))."""
     copies: tuple[Copy, ...] = ()
     on_copied: Callable[[], None] = lambda: None
     """Called on any thread when one of them has ended: a step then reports it."""

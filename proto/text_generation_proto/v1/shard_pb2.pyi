@@ -472,12 +472,12 @@ class CacheGroup(google.protobuf.message.Message):
     """The token at position p needs positions p - window + 1 to p; 0: all positions up to p."""
     state: builtins.bool
     """The blocks are states: what the layers of the group keep of all tokens before a position. There is one group of states at
-    most, the last. Its blocks of a sequence are in the order of time, not of positions: the tokens from the position on that an
-    order names write to the block that it adds, those before to the last one before that, and new tokens to the last one. Where
-    a block is added the older one stays as it is: a checkpoint, the state after the tokens before. A sequence that continues
-    at computed_tokens > 0 has two blocks, the checkpoint at exactly that position and one of its own, another one only its own.
-    Any number of sequences may start from a checkpoint. A block is added at a multiple of block_size, after all others and all
-    tokens ordered before, and before the end of the prompt.
+    most, the last. Its blocks of a sequence are in the order of time, not of positions. An order adds a block with a position: tokens
+    from there on write to it, those before to the block before. New tokens write to the last one. The block before stays as it is
+    then: a checkpoint, the state after the tokens before the position. A sequence that continues at computed_tokens > 0 has two
+    blocks, the checkpoint at exactly that position and one of its own, another one only its own. Any number of sequences may start
+    from a checkpoint. The position is a multiple of block_size, after that of the block before, not before what is ordered, and before
+    the end of the prompt.
     """
     host_blocks: builtins.int
     """in the host cache, numbered 0 <= block < host_blocks"""
@@ -663,7 +663,7 @@ class Allocations(google.protobuf.message.Message):
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of a group of states: the position of the first token that writes to the block, and the block"""
+        """Of a group of states two numbers for each block: the position, and the block. A slot may be there several times."""
 
     def __init__(
         self,

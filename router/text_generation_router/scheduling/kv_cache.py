@@ -223,9 +223,8 @@ class KVCache:
     ) -> None:
         """Give `sequence` the blocks of its scheduled chunk; with the last one, those for growth if `spare` more are left.
 
-        None: there are enough.
-
-        Those of a sequence that was not sent yet are not added to `allocations`: its placement has them.
+        `spare` None: there are enough. The placement of a sequence that was not sent yet has its blocks, which are then not added to
+        `allocations`, but for those of states after its first one.
         """
         if self.pools:
             end = self.blocks_for(sequence.num_scheduled_tokens)
@@ -253,7 +252,9 @@ class KVCache:
         """Return the blocks of a sequence in the groups after the first."""
         blocks = [(held.first, tuple(map(number_of, held.blocks))) for held in sequence.further]
         if (states := sequence.states) is not None:
-            blocks.append((0, tuple(map(number_of, (*states.source, states.first)))))
+            # Its first chunk may be scheduled, and leave checkpoints.
+            own = next(iter(states.kept.values()), states.current)
+            blocks.append((0, tuple(map(number_of, (*states.source, own)))))
         return tuple(blocks)
 
     def give_back(self, sequence: ScheduledSequence) -> None:

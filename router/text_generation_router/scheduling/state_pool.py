@@ -24,8 +24,6 @@ from text_generation_router.scheduling.window_pool import NO_BLOCK, GroupBlock, 
 
 @dataclass(slots=True)
 class HeldStates:
-    first: GroupBlock
-    """The block to which its first chunk writes."""
     current: GroupBlock
     """The block to which its last chunk writes. While there is one in `after`, it is a checkpoint."""
     source: Sequence[GroupBlock]
@@ -89,8 +87,7 @@ class StatePool(WindowPool):
         for block in prefix:
             # Its first use lets a further checkpoint replace it. In the example, that is the use by the next question.
             block.uses += not (returns and wanted)
-        first = self._take()
-        return HeldStates(first, first, prefix, wanted)
+        return HeldStates(self._take(), prefix, wanted)
 
     def chunk_scheduled(self, held: HeldStates, start: int, end: int) -> list[tuple[int, int]]:
         """Record a chunk; return the new blocks to which it writes, each after the position of the first token that does."""

@@ -45,10 +45,13 @@ def allocation_problem(
     if group >= len(groups) or not groups[group].is_state:
         return blocks_problem(groups, group, numbers)
     if len(numbers) != 2:
-        return "a state is added with its position, alone"
-    first = max([sequence.computed + sequence.chunk, *(position + 1 for position, _ in sequence.states_ahead)])
+        return "an added state needs a position and a block"
+    first = max([sequence.computed + sequence.chunk, *(position + 1 for position, _ in sequence.states_ahead[-1:])])
     if not first <= numbers[0] < sequence.prompt_length or numbers[0] % block_size:
-        return f"a state is added at position {numbers[0]}, not at a block of the prompt that is not ordered yet"
+        return (
+            f"position {numbers[0]} of an added state is not a multiple of {block_size} between {first}, what is ordered, "
+            f"and {sequence.prompt_length}, the end of the prompt"
+        )
     return blocks_problem(groups, group, numbers[1:])
 
 

@@ -64,11 +64,11 @@ class Sequence:
     state_read: int = 0
     """The block of its state after its computed tokens, if the cache has a group of states."""
     state_write: int = 0
-    """The block to which the next chunk writes, and then each step."""
+    """The block to which the last tokens of the next chunk write, and then each step."""
     state_behind: int = 0
     """Its last computed tokens that are not in its state: drafts that were right. The next step adds them."""
     states_ahead: list[tuple[int, int]] = field(default_factory=list)
-    """Later blocks of its state, each after the position of the first token that writes to it: before that a checkpoint stays."""
+    """(position of the first token that writes to it, block) of later blocks of its state, in order. Before each a checkpoint stays."""
     synced: list[int] = field(default_factory=lambda: [0])
     """Leading blocks of each group that the engine has copied to its block tables."""
     greedy_from: float = math.inf
@@ -145,23 +145,24 @@ class Sequence:
         """False while the mask of its next token is computed beside the steps."""
         return self.matcher is None or self.matcher.is_ready
 
-    def chunk_of_states(self) -> int:
-        """Return the tokens of its chunk until the second checkpoint after its first token: a step leaves one of them on its way."""
-        if self.states_ahead and self.states_ahead[0][0] == self.computed:
-            _, self.state_write = self.states_ahead.pop(0)
-        return min([self.chunk, *(position - self.computed for position, _ in self.states_ahead[1:])])
+    @property
+    def most_of_chunk(self) -> int:
+        """Tokens of its chunk that a step may compute: a step leaves one checkpoint before its last token, and ends at the next one."""
+        later = [position for position, _ in self.states_ahead if position > self.computed]
+        return min([self.chunk, *(position - self.computed for position in later[1:])])
 
-    def checkpoint_within(self, length: int) -> tuple[int, int]:
-        """Return the block of the checkpoint within its next tokens, and those of them after it; zeros if there is none.
+    def take_states(self, length: int) -> tuple[int, int]:
+        """Take the blocks of its state to which its next `length` tokens write.
 
-        The block of its state after them becomes `state_write`.
+        Return the block of the checkpoint that they leave, and the number of tokens after it; zeros if they leave none.
         """
-        end = self.computed + length
-        if not self.states_ahead or self.states_ahead[0][0] >= end:
-            return 0, 0
-        position, block = self.states_ahead.pop(0)
-        checkpoint, self.state_write = self.state_write, block
-        return checkpoint, end - position
+        end, checkpoint = self.computed + length, (0, 0)
+        while self.states_ahead and self.states_ahead[0][0] < end:
+            position, block = self.states_ahead.pop(0)
+            if position > self.computed:
+                checkpoint = self.state_write, end - position
+            self.state_write = block
+        return checkpoint
 
     def chunk_of_images(self, most: int) -> int:
         """Return how many of the next `most` tokens can be computed with the images that are encoded; it may be negative."""
@@ -232,7 +233,7 @@ class StepRow:
     """The tokens at the positions after the first, if they are drafted: the step then samples the token after each position."""
     draft_source: str = ""
     checkpoint: tuple[int, int] = (0, 0)
-    """See `Sequence.checkpoint_within`."""
+    """The result of `Sequence.take_states`."""
 
     def add(self, draft: Draft | None) -> None:
         """Let it verify a draft."""

@@ -124,15 +124,15 @@ class SequenceTable:
         if self._without_matcher:
             failed += self._take_matchers()
         for group, allocations in enumerate((orders.allocations, *orders.further_allocations)):
-            for slot, blocks in allocations:
+            for slot, numbers in allocations:
                 # An order may cross a finish on the wire: ignore unknown slots.
                 if sequence := self.sequences.get(slot):
                     if problem := order_checks.allocation_problem(
-                        self.groups, sequence, group, blocks, self.info.block_size
+                        self.groups, sequence, group, numbers, self.info.block_size
                     ):
                         failed.append(self.drop(sequence, FailureCode.INVALID, problem))
                     else:
-                        self._allocate(sequence, group, blocks)
+                        self._allocate(sequence, group, numbers)
         for slot, tokens in orders.prefill:
             if sequence := self.sequences.get(slot):
                 if problem := order_checks.chunk_problem(sequence, tokens, self.info.block_size):
@@ -165,7 +165,7 @@ class SequenceTable:
         room = self.most_tokens - StepRows(persistent, rows).tokens if self._chunked else 0
         for sequence in self._chunked:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
-                length = min(sequence.chunk_of_states(), room - prompt_tokens)
+                length = min(sequence.most_of_chunk, room - prompt_tokens)
                 if sequence.has_images:
                     length = sequence.chunk_of_images(length)
                 last = sequence.computed + length == sequence.prompt_length
@@ -174,7 +174,7 @@ class SequenceTable:
                     waiting.append(sequence)
                     continue
                 row = StepRow(sequence, sequence.computed, length, samples=last)
-                row.checkpoint = sequence.checkpoint_within(length)
+                row.checkpoint = sequence.take_states(length)
                 rows.append(row)
                 prompt_tokens += length
                 sequence.chunk -= length
@@ -339,17 +339,17 @@ class SequenceTable:
             sequence.generated = len(sequence.tokens) - sequence.prompt_length
             sequence.computed = len(sequence.tokens) - 1
 
-    def _allocate(self, sequence: Sequence, group: int, blocks: tuple[int, ...]) -> None:
+    def _allocate(self, sequence: Sequence, group: int, numbers: tuple[int, ...]) -> None:
         if self.groups[group].is_state:
-            position, block = blocks
+            position, block = numbers
             sequence.states_ahead.append((position, block))
             return
-        sequence.tables[group].extend(blocks)
+        sequence.tables[group].extend(numbers)
         sequence.update_end(self.info.block_size)
         if self._persistent is not None and sequence.slot not in self._others:
             self._persistent.extend(sequence)
         if group == 0:
-            self._hold(blocks)
+            self._hold(numbers)
 
     def _hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -150,8 +150,8 @@ class StateLedger:
             blocks = self._blocks.get(sequence, [])
             for position, token in enumerate(sequence.tokens[length : sequence.computed], length):
                 text = hash((text, token))
-                # What a new one finds computed was written by others.
-                for block in [block for start, block in blocks if start <= position][-1:]:
+                if blocks:  # what a new one finds computed was written by others
+                    _, block = max(each for each in blocks if each[0] <= position)
                     self._contents[block] = text
             known[sequence] = sequence.computed, text
         self._texts = {sequence: text for sequence, text in known.items() if sequence.is_held}
@@ -196,7 +196,6 @@ class WindowLedger:
                     self._contents[self._place(sequence, position)] = text[position]
             known[sequence] = text
         self._texts = {sequence: text for sequence, text in known.items() if sequence.is_held}
-        self._blocks = {each: [(0, each.state_write), *each.states_ahead] for each in self._texts}
         for sequence, text in self._texts.items():
             block = self._group.first_block(sequence.computed, self._size)
             for position in range(block * self._size, sequence.computed):

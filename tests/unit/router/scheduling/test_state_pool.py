@@ -146,6 +146,15 @@ def test_a_chunk_leaves_a_checkpoint_before_its_last_tokens_and_one_at_its_end()
     check_scheduler(rig.scheduler)
 
 
+def test_a_chunk_leaves_no_checkpoint_without_a_free_block() -> None:
+    pool = StatePool(CacheGroup(1, is_state=True), BLOCK)
+    held = pool.start((), [StateCheckpoint(2 * BLOCK)])
+    (own,) = held.blocks
+    assert not pool.chunk_scheduled(held, 0, 3 * BLOCK)
+    assert [*held.blocks] == [own]
+    assert not held.kept
+
+
 def test_long_chats_keep_their_checkpoints_among_short_prompts_until_they_end() -> None:
     """By last use alone, the short ones would evict them."""
     rig = Chats(states=6, blocks=1000)

@@ -18,9 +18,9 @@ from torch import Tensor
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
 from text_generation_shard.engines.torch.engine.host_cache import CHECK_BYTES, HostCopies
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 4 * mmap.PAGESIZE
-BLOCKS = (20, 3)
+BLOCKS = (20, 5, 3)
 """Host blocks of each group."""
 
 
@@ -32,11 +32,12 @@ def descriptor() -> Iterator[int]:
     os.close(file)
 
 
-def parts(seed: int) -> list[list[Tensor]]:
-    """Return a device's cache: two layers of a group, and one of another."""
+def parts(seed: int, last: int = 640) -> list[list[Tensor]]:
+    """Return a device's cache: two layers of a group, none of another, and one of the last."""
     torch.manual_seed(seed)
     return [
-        [torch.randint(0, 256, (8, width), dtype=torch.uint8) for width in widths] for widths in ((160, 32), (640,))
+        [torch.randint(0, 256, (8, width), dtype=torch.uint8).to(DEVICE) for width in widths]
+        for widths in ((160, 32), (), (last,))
     ]
 
 
@@ -50,19 +51,22 @@ def copied(cache: HostCopies, is_load: bool, *groups: CopiedBlocks) -> CopyEnd:
 
 
 FULL, OTHER = CopiedBlocks((5, 0), (19, 2), (11, 12)), CopiedBlocks((7,), (1,), (13,))
+NONE = CopiedBlocks((3,), (4,), (14,))
 
 
-def test_another_shard_loads_what_was_stored(descriptor: int) -> None:
-    before, after = parts(1), parts(2)
-    cache = HostCopies(descriptor, SIZE, SIZE, CPU)
+@pytest.mark.parametrize("last", [640, 641], ids=["words", "bytes"])
+def test_another_shard_loads_what_was_stored(descriptor: int, last: int) -> None:
+    before, after = parts(1, last), parts(2, last)
+    cache = HostCopies(descriptor, SIZE, SIZE, DEVICE)
     cache.allocate(BLOCKS, before)
-    assert not copied(cache, False, FULL, OTHER).failed
+    assert not copied(cache, False, FULL, NONE, OTHER).failed
     cache.close()
     untouched = [[part.clone() for part in group] for group in after]
-    other = HostCopies(descriptor, SIZE, SIZE, CPU)
+    other = HostCopies(descriptor, SIZE, SIZE, DEVICE)
     other.allocate(BLOCKS, after)
-    assert not copied(other, True, CopiedBlocks((1, 3), FULL.host, FULL.tags), CopiedBlocks((0,), (1,), (13,))).failed
-    for group, to, source in ((0, (1, 3), (5, 0)), (1, (0,), (7,))):
+    loaded = CopiedBlocks((1, 3), FULL.host, FULL.tags), NONE, CopiedBlocks((0,), (1,), (13,))
+    assert not copied(other, True, *loaded).failed
+    for group, to, source in ((0, (1, 3), (5, 0)), (2, (0,), (7,))):
         for part, origin, same in zip(after[group], before[group], untouched[group], strict=True):
             assert torch.equal(part[list(to)], origin[list(source)])
             others = [index for index in range(8) if index not in to]
@@ -72,28 +76,28 @@ def test_another_shard_loads_what_was_stored(descriptor: int) -> None:
 
 @pytest.mark.parametrize("harm", ["a byte of a block", "a byte of its checksum", "another tag"])
 def test_a_load_of_another_block_fails(descriptor: int, harm: str) -> None:
-    cache = HostCopies(descriptor, 0, SIZE, CPU)
+    cache = HostCopies(descriptor, 0, SIZE, DEVICE)
     cache.allocate(BLOCKS, parts(1))
-    copied(cache, False, FULL, OTHER)
+    copied(cache, False, FULL, NONE, OTHER)
     tags = [13]
     match harm:
         case "a byte of a block":
             at = 20 * 192 + 640 + 3
         case "a byte of its checksum":
-            at = SIZE - CHECK_BYTES * sum(BLOCKS) + CHECK_BYTES * 21
+            at = SIZE - CHECK_BYTES * sum(BLOCKS) + CHECK_BYTES * 26
         case _:
             at, tags = 0, [14]
     (byte,) = os.pread(descriptor, 1, at)
     os.pwrite(descriptor, bytes([byte ^ 4]), at)
-    end = copied(cache, True, CopiedBlocks((0, 1), FULL.host, FULL.tags), CopiedBlocks((2,), (1,), tuple(tags)))
-    assert end.failed == (2,), "the index counts over both groups"
+    loaded = CopiedBlocks((0, 1), FULL.host, FULL.tags), NONE, CopiedBlocks((2,), (1,), tuple(tags))
+    assert copied(cache, True, *loaded).failed == (3,), "the index counts over all groups"
 
 
 @pytest.mark.parametrize(
     "blocks", [CopiedBlocks((8,), (0,), (0,)), CopiedBlocks((0,), (20,), (0,)), CopiedBlocks((0,), (0,), ())]
 )
 def test_a_copy_of_blocks_that_do_not_exist_fails(descriptor: int, blocks: CopiedBlocks) -> None:
-    cache = HostCopies(descriptor, 0, SIZE, CPU)
+    cache = HostCopies(descriptor, 0, SIZE, DEVICE)
     cache.allocate(BLOCKS, parts(1))
     before = Path(f"/proc/self/fd/{descriptor}").read_bytes()
     assert copied(cache, False, blocks).failed == (0,)
@@ -101,7 +105,7 @@ def test_a_copy_of_blocks_that_do_not_exist_fails(descriptor: int, blocks: Copie
 
 
 def test_a_block_that_another_shard_still_stores_is_not_stored(descriptor: int) -> None:
-    cache = HostCopies(descriptor, SIZE, SIZE, CPU)
+    cache = HostCopies(descriptor, SIZE, SIZE, DEVICE)
     cache.allocate(BLOCKS, parts(1))
     at = 2 * SIZE - CHECK_BYTES * (sum(BLOCKS) - 19)
     late = f"import fcntl; fcntl.lockf({descriptor}, fcntl.LOCK_EX, {CHECK_BYTES}, {at}); print(); input()"
@@ -109,11 +113,11 @@ def test_a_block_that_another_shard_still_stores_is_not_stored(descriptor: int) 
         assert shard.stdout is not None
         shard.stdout.readline()
         with capture_logs() as logs:
-            assert copied(cache, False, FULL, OTHER).failed == (0, 1, 2)
-        assert [(each["log_level"], each["blocks"]) for each in logs] == [("warning", 3)]
+            assert copied(cache, False, FULL, NONE, OTHER).failed == (0, 1, 2, 3)
+        assert [(each["log_level"], each["blocks"]) for each in logs] == [("warning", 4)]
         assert not any(os.pread(descriptor, 2 * SIZE, 0))
-        assert not copied(cache, False, CopiedBlocks((5, 0), (18, 2), (11, 12)), OTHER).failed
+        assert not copied(cache, False, CopiedBlocks((5, 0), (18, 2), (11, 12)), NONE, OTHER).failed
         assert copied(cache, True, FULL).failed == (0,), "a load needs no lock"
-    assert not copied(cache, False, FULL, OTHER).failed
-    assert not copied(cache, True, FULL, OTHER).failed
+    assert not copied(cache, False, FULL, NONE, OTHER).failed
+    assert not copied(cache, True, FULL, NONE, OTHER).failed
     cache.close()

@@ -143,7 +143,7 @@ def test_orders_that_break_the_rules_of_states_are_refused_alone(driver: Driver)
     while stream.to_prefill:
         driver.step()
     (failure,) = driver.engine.apply(Orders(3, further_allocations=(((stream.slot, (len(PROMPT) // 16 * 16, 3)),),)))
-    assert "not ordered yet" in failure.message
+    assert "of an added state" in failure.message
 
 
 @pytest.mark.parametrize(

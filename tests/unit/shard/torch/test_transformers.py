@@ -65,9 +65,8 @@ def test_logprobs_and_greedy_tokens_are_those_of_transformers(name: str, tmp_pat
     driver.run()
     streams[0].tokens += resumed.tokens
     assert [stream.tokens for stream in streams] == expected, "batched, in chunks, preempted"
-    owner = driver.admit(prompts[-1], 1, chunk=48)
-    driver.step()
-    checkpoint = driver.keep_state(owner) if driver.has_states else None
+    owner = driver.admit(prompts[-1], 1)
+    checkpoint = driver.keep_state(owner, 48) if driver.has_states else None
     driver.run()
     reused = {"shared": owner.blocks[:3], "computed_tokens": 48, "checkpoint": checkpoint}
     sharing = driver.admit(prompts[-1], NEW_TOKENS, **reused)

@@ -1,9 +1,8 @@
 """The tokens of a step by sequence, for layers whose state depends on all earlier tokens of a sequence."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,14 +27,13 @@ class StateChunk:
     rest: int = 0
 
     @property
-    def parts(self) -> "Iterator[StateChunk]":
-        """Yield the chunks before and after its checkpoint, or the chunk itself."""
+    def parts(self) -> "tuple[StateChunk, ...]":
+        """The chunks before and after its checkpoint, or the chunk itself."""
         if not self.rest:
-            yield self
-            return
+            return (self,)
         before = self.length - self.rest
-        yield StateChunk(self.read, self.checkpoint, self.start, self.first, before)
-        yield StateChunk(self.checkpoint, self.write, self.start + before, self.first + before, self.rest)
+        after = StateChunk(self.checkpoint, self.write, self.start + before, self.first + before, self.rest)
+        return StateChunk(self.read, self.checkpoint, self.start, self.first, before), after
 
 
 Places = Tensor | slice
@@ -107,17 +105,17 @@ class StateRows:
         own = [each[has] for each, has in zip(tokens, has_token, strict=True)]
         return DecodeRows(*numbers, list(zip(tokens, has_token, own, strict=True)))
 
-    @property
-    def parts(self) -> Iterator[StateChunk]:
-        """Yield the parts of all chunks, each after those whose states it reads."""
-        return chain.from_iterable(chunk.parts for chunk in self.chunks)
+    @cached_property
+    def parts(self) -> list[StateChunk]:
+        """The parts of all chunks, each after those whose states it reads."""
+        return [part for chunk in self.chunks for part in chunk.parts]
 
     @property
     def longest_chunk(self) -> int:
         return max(chunk.length for chunk in self.chunks)
 
     def most_pieces(self, size: int) -> int:
-        """Return the most pieces of `size` tokens of a chunk, each of one of its parts."""
+        """Return the most pieces of `size` tokens of a chunk; none has tokens before and after a checkpoint."""
         return max(sum(-(-part.length // size) for part in chunk.parts) for chunk in self.chunks)
 
 

@@ -7,8 +7,8 @@ The tokens of decode rows come first, one each and its drafts, then the tokens o
 that were right and are not in its state. `sampling` holds the indices of the tokens whose successor is sampled; a plan without
 chunks has none, because all its tokens sample. Block tables stay on the device and are updated: `cells` are indices into the
 flattened tables of all groups, `blocks` the new values. The columns from `pages` to `last pages` are the inputs of FlashInfer's
-planner for the chunks, the last four are those of their states: see `StateChunk`. `pages` and `page_indptr` have a part for each group; that of a
-window group begins with the first block that a chunk needs.
+planner for the chunks, the last four are those of their states: see `StateChunk`. `pages` and `page_indptr` have a part for each
+group; that of a window group begins with the first block that a chunk needs.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from text_generation_shard.step.sequence import StepRow, StepRows
 Ints = NDArray[np.int32]
 
 STATE_COLUMNS = "state_reads", "state_writes", "state_checkpoints", "state_rests"
+"""In the order of the fields of `StateRows`."""
 LAST_SAMPLED = -1
 """Instead of a token id: the last token sampled for the slot, which is on the device."""
 COLUMNS = (
@@ -73,7 +74,13 @@ class PlanSizes:
         ends = self.chunks + 1 if self.chunks else 0
         at = HEADER
         bounds = []
-        pages = self.pages, ends, (self.groups - 1) * aligned(ends) + ends, *(self.chunks,) * (1 + len(STATE_COLUMNS))
+        pages = (
+            self.pages,
+            ends,
+            (self.groups - 1) * aligned(ends) + ends,
+            self.chunks,
+            *(self.chunks,) * len(STATE_COLUMNS),
+        )
         for length in (*(self.tokens,) * TOKEN_COLUMNS, self.sampling, *(self.updates,) * 2, *pages):
             bounds.append((at, at + length))
             at += aligned(length)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,13 +29,10 @@ from text_generation_common.progress import phase
 from text_generation_proto.copies import CopiedBlocks, Copy, CopyEnd
 from text_generation_shard.engine import EngineError
 
-if TYPE_CHECKING:
-    pass
-
 CHECK_BYTES = 4
 """Bytes of a checksum."""
 CHUNK_BYTES = 32 << 20
-"""Size of the buffers on a CPU, if a block is not larger."""
+"""Size of the buffer of copies on a CPU, if a block is not larger."""
 WORD = torch.int64
 """The numbers in which the device copies."""
 FACTOR = 0x1E3779B97F4A7C15
@@ -113,10 +110,8 @@ class HostCopies:
         failed: Iterable[int] = range(copy.num_blocks)
         try:
             self._check(copy)
-            context = torch.cuda.stream(self._streams[copy.is_load]) if launched is not None else nullcontext()
-            with nullcontext() if copy.is_load else self._locked(copy), torch.inference_mode(), context:
-                if launched is not None:
-                    self._streams[copy.is_load].wait_event(launched)
+            lock = nullcontext() if copy.is_load else self._locked(copy)
+            with lock, torch.inference_mode(), self._after(launched, is_load=copy.is_load):
                 groups = zip(self._groups, copy.groups, strict=False)
                 good = [self._good(group, blocks, is_load=copy.is_load) for group, blocks in groups]
                 failed = [index for index, each in enumerate(chain.from_iterable(good)) if not each]
@@ -130,6 +125,17 @@ class HostCopies:
             log.exception("a copy of the host cache failed")
         self._ended.append(CopyEnd(copy.number, tuple(failed)))
         on_end()
+
+    @contextmanager
+    def _after(self, launched: torch.cuda.Event | None, *, is_load: bool) -> Iterator[None]:
+        """Launch work on a stream that waits for an event; None: on a CPU."""
+        if launched is None:
+            yield
+            return
+        stream = self._streams[is_load]
+        stream.wait_event(launched)
+        with torch.cuda.stream(stream):
+            yield
 
     def _check(self, copy: Copy) -> None:
         """Raise ValueError if the copy has blocks that do not exist."""
@@ -163,50 +169,64 @@ class HostCopies:
         return [bool(group.checks[block] == each) for block, each in zip(blocks.host, sums, strict=True)]
 
 
+class _Copies(Protocol):
+    def copy(self, device: Tensor, host: Tensor, *, is_load: bool) -> Tensor:
+        """See `BlockCopies`."""
+
+
 class _Group:
     """The blocks of a group: rows of the host's memory, and parts on the device."""
 
     def __init__(self, rows: NDArray[np.uint8], checks: NDArray[np.int32], parts: Sequence[Tensor]) -> None:
         self.rows, self.checks = rows, checks
         self.num_blocks = len(parts[0]) if parts else 1 << 30
-        # Whole words where that is possible: each number is copied by itself.
+        # Whole words where that is possible: each number is copied by itself. A group without layers has no bytes.
         sizes = rows.ctypes.data, *(part.shape[1] for part in parts)
-        dtype = torch.uint8 if any(size % WORD.itemsize for size in sizes) else WORD
-        self._host = torch.from_numpy(rows).view(dtype)
-        words = [part.view(dtype) for part in parts]
-        width = self._host.shape[1]
-        self._chunk = max(1, CHUNK_BYTES // max(1, rows.shape[1]))
-        ends = accumulate(part.shape[1] for part in words)
-        self._parts = [(part, slice(end - part.shape[1], end)) for part, end in zip(words, ends, strict=True)]
-        places = torch.arange(1, width + 1, device=words[0].device if words else None)
-        self._factors = (2 * places + 1) * FACTOR
-        """The factors of the words of a block; that of its tag is FACTOR."""
-        self._kernel = None
-        if self._factors.is_cuda:
+        dtype = WORD if parts and not any(size % WORD.itemsize for size in sizes) else torch.uint8
+        host, words = torch.from_numpy(rows).view(dtype), [part.view(dtype) for part in parts]
+        places = torch.arange(1, host.shape[1] + 1, device=parts[0].device if parts else None)
+        factors = (2 * places + 1) * FACTOR
+        self._is_pinned = factors.is_cuda
+        self._copies: _Copies
+        if self._is_pinned:
             # Imported here: Triton need not be installed for CPUs.
             from text_generation_shard.engines.torch.kernels.host_copy import BlockCopies
 
-            self._kernel = BlockCopies(self._host, words, self._factors)
+            self._copies = BlockCopies(host, words, factors)
             for is_load in (False, True):  # compiles it before there are steps
                 self.copy(CopiedBlocks((), (), ()), is_load=is_load)
+        else:
+            self._copies = _PlainCopies(host, words, factors)
 
     def copy(self, blocks: CopiedBlocks, *, is_load: bool) -> list[int]:
         """Copy blocks; return their checksums.
 
-        The checksum is Σ word · (2 · place + 1) · FACTOR over the words of a block and its tag, of 64 bits, folded.
+        The checksum is Σ word · (2 · place + 1) · FACTOR over the words of a block, its tag at place 0, of 64 bits, folded.
         """
-        numbers, is_pinned = (blocks.device, blocks.host, blocks.tags), self._kernel is not None
-        device, host, tags = (torch.tensor(column, dtype=torch.int64, pin_memory=is_pinned) for column in numbers)
-        if self._kernel is not None:
-            sums = self._kernel.copy(device, host, is_load=is_load)
-        else:
-            chunks = zip(*(torch.split(column, self._chunk) for column in (device, host)), strict=True)
-            sums = torch.cat([tags[:0], *(self._copied(*chunk, is_load=is_load) for chunk in chunks)])
-        checks: list[int] = (sums + tags * FACTOR >> 32).to(torch.int32).tolist()
+        device, host = (
+            torch.tensor(column, dtype=torch.int64, pin_memory=self._is_pinned)
+            for column in (blocks.device, blocks.host)
+        )
+        sums = self._copies.copy(device, host, is_load=is_load)
+        sums += torch.tensor(blocks.tags, dtype=torch.int64) * FACTOR
+        checks: list[int] = (sums >> 32).to(torch.int32).tolist()
         return checks
 
+
+class _PlainCopies:
+    """Copies on a CPU; as `BlockCopies`."""
+
+    def __init__(self, host: Tensor, parts: Sequence[Tensor], factors: Tensor) -> None:
+        self._host, self._factors = host, factors
+        ends = accumulate(part.shape[1] for part in parts)
+        self._parts = [(part, slice(end - part.shape[1], end)) for part, end in zip(parts, ends, strict=True)]
+        self._most = max(1, CHUNK_BYTES // max(1, host.shape[1] * host.itemsize))
+
+    def copy(self, device: Tensor, host: Tensor, *, is_load: bool) -> Tensor:
+        chunks = zip(*(torch.split(blocks, self._most) for blocks in (device, host)), strict=True)
+        return torch.cat([self._copied(*chunk, is_load=is_load) for chunk in chunks])
+
     def _copied(self, device: Tensor, host: Tensor, *, is_load: bool) -> Tensor:
-        """Copy blocks on a CPU; return the sums of their words."""
         if is_load:
             buffer = self._host[host]
             for part, columns in self._parts:

@@ -201,16 +201,16 @@ def _chunk_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         # The only program of these channels that reads the history, in all its threads, before it may write it.
         tl.debug_barrier()
         rest = tl.load(rests + tl.program_id(0))
-        # With a checkpoint its block may be the one that is read, and never the other one.
+        # The block that is read may be that of the checkpoint, which is written last; with one, `writes` has another block.
         for part in tl.static_range(2):
             target = tl.load((checkpoints if part else writes) + tl.program_id(0)).to(tl.int64)
             target = states + target * (TAPS - 1 + DRAFTS) * channels + columns
-            kept_here = inside & (rest > 0) if part else inside
+            is_written = inside & (rest > 0) if part else inside
             for place in tl.static_range(TAPS - 1):
                 source = length - (TAPS - 1) + place
                 if part:
                     source -= rest
-                value = tl.load(rows + source * x_stride, mask=(source >= 0) & kept_here, other=0.0).to(tl.float32)
+                value = tl.load(rows + source * x_stride, mask=(source >= 0) & is_written, other=0.0).to(tl.float32)
                 old = history + (source + TAPS - 1) * channels
-                value += tl.load(old, mask=(source < 0) & continues & kept_here, other=0.0).to(tl.float32)
-                tl.store(target + place * channels, value.to(states.dtype.element_ty), mask=kept_here)
+                value += tl.load(old, mask=(source < 0) & continues & is_written, other=0.0).to(tl.float32)
+                tl.store(target + place * channels, value.to(states.dtype.element_ty), mask=is_written)

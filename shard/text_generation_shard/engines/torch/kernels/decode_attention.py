@@ -91,13 +91,15 @@ class DecodeAttention:
         """
         rows = queries.shape[0]
         config = self._configs[rows - 1]
+        # Pairs of FP8 numbers. Float32 queries would be rounded to float16.
+        pairs = cache_layer.view(torch.int16) if cache_layer.itemsize == 1 and queries.itemsize == 2 else None
         _attend_kernel[(self._num_kv_heads, rows, config.splits)](
             queries,
             cache_layer,
             step.positions,
             step.slots,
             step.block_tables,
-            cache_layer.view(torch.int16) if cache_layer.itemsize == 1 and queries.itemsize == 2 else None,
+            pairs,
             out,
             self._partials,
             self._logs,
@@ -212,9 +214,10 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     # Scores are in units of log 2, because the hardware computes exp2.
     maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
-    mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
-    if pairs is not None:
-        # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers.
+    if pairs is None:
+        mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+    else:
+        # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers. Queries in bfloat16 may exceed it.
         largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), 1e-30)
         query = (query / largest).to(tl.float16)
         scale *= largest

@@ -111,6 +111,21 @@ def test_fp8_keys_and_values_are_multiplied_by_the_scales_of_their_head(
 
 
 @pytest.mark.parametrize(
+    ("shape", "window", "factor"), [(Shape(6, 1, 96), 30, 5.0), (SMOL, None, 0.0), full(Shape(2, 1, 256), None, 1e-3)]
+)
+def test_fp8_with_queries_of_any_size(
+    shape: Shape, window: int | None, factor: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Queries are divided by the largest number of a group; capped scores and sinks are those of whole queries."""
+    case = a_case(shape, [1, 16, 70, 17], device, torch.float32, window)
+    case = replace(case, qkv=(factor * case.qkv).to(dtype), cache_layer=case.cache_layer.to(torch.float8_e4m3fn))
+    case = replace(case, step=replace(case.step, softcap=1.5))
+    sinks = torch.linspace(-2, 3, shape.heads, dtype=torch.float64, device=device)
+    out = case.run(DecodeAttention(*shape, 4, device, config=SPLIT), window, sinks=sinks.float())
+    assert error(out, case.expected(window, sinks)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(
     ("window", "merge"),
     [(None, "second kernel"), (30, "last arrival"), full(None, "last arrival"), full(30, "second kernel")],
 )

@@ -113,12 +113,11 @@ def answers(engine: Engine) -> list[Stream]:
     first, second = engine.info.adapters or ("", "")
     streams = [
         driver.admit(range(3, 30), 9, chunk=10, prompt_logprobs=True, prompt_top_n=2, top_n=2, adapter=first),
-        driver.admit(range(40, 95), 12, sampling=SAMPLED, chunk=16, prompt_logprobs=True),
+        driver.admit(range(40, 95), 12, sampling=SAMPLED, chunk=20, prompt_logprobs=True),
     ]
-    driver.step()
-    kept = driver.keep_state(streams[1]) if driver.has_states else None
-    driver.step()
-    driver.step()
+    kept = driver.keep_state(streams[1], 16) if driver.has_states else None
+    for _ in range(3):
+        driver.step()
     streams += [driver.admit(range(7, 9), 5, adapter=second), driver.admit(range(100, 140), 7, sampling=SAMPLED)]
     reused = {"shared": streams[1].blocks[:1], "computed_tokens": 16, "checkpoint": kept}
     streams.append(driver.admit(range(40, 70), 6, **reused))
