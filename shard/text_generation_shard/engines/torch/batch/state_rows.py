@@ -9,6 +9,9 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.step_plan import STATE_COLUMNS, StepPlan
 
+PIECE = 64
+"""Most tokens of a chunk that recurrences compute at a time, by products of matrices."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
@@ -110,13 +113,14 @@ class StateRows:
         """The parts of all chunks, each after those whose states it reads."""
         return [part for chunk in self.chunks for part in chunk.parts]
 
-    @property
+    @cached_property
     def longest_chunk(self) -> int:
         return max(chunk.length for chunk in self.chunks)
 
-    def most_pieces(self, size: int) -> int:
-        """Return the most pieces of `size` tokens of a chunk; none has tokens before and after a checkpoint."""
-        return max(sum(-(-part.length // size) for part in chunk.parts) for chunk in self.chunks)
+    @cached_property
+    def most_pieces(self) -> int:
+        """The most pieces of a chunk; none has tokens before and after a checkpoint."""
+        return max(-(-(chunk.length - chunk.rest) // PIECE) - (-chunk.rest // PIECE) for chunk in self.chunks)
 
 
 def state_chunks(plan: StepPlan) -> tuple[StateChunk, ...]:

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.batch.state_rows import PIECE, StateRows
 from text_generation_shard.engines.torch.kernels.operands import Recurrence
 from text_generation_shard.engines.torch.kernels.pdl import pdl
 from text_generation_shard.engines.torch.kernels.recurrent_decode import COLUMNS, decode_kernel, step_size, unit
 
-_PIECE = 64
 _COLUMNS = 32
 """Columns of the values of a program."""
 _BLOCK = tl.constexpr(16)
@@ -83,12 +82,12 @@ def scan(
     if recurrence.delta:
         updates = torch.empty_like(out)
         reads = torch.empty(len(qkv), heads * recurrence.key_width, dtype=qkv.dtype, device=qkv.device)
-        pieces = rows.most_pieces(_PIECE)
+        pieces = rows.most_pieces
         # For operands of 16 or 32 columns ptxas 12.8 computes the descriptor of the second HGMMA from a wrong register: it reads
         # outside of the shared memory.
         widths = {
-            "KEY_BLOCK": max(key_block, _PIECE),
-            "VALUE_BLOCK": max(triton.next_power_of_2(value_width), _PIECE),
+            "KEY_BLOCK": max(key_block, PIECE),
+            "VALUE_BLOCK": max(triton.next_power_of_2(value_width), PIECE),
         }
         _solve_kernel[(len(rows.chunks) * heads, pieces)](
             *inputs,
@@ -100,7 +99,7 @@ def scan(
             rows.decoding,
             *strides,
             **shape | widths,
-            PIECE=_PIECE,
+            PIECE=PIECE,
         )
     _chunk_kernel[(len(rows.chunks) * heads, triton.cdiv(value_width, _COLUMNS))](
         *inputs,
@@ -119,7 +118,7 @@ def scan(
         *strides,
         **shape,
         COLUMNS=_COLUMNS,
-        PIECE=_PIECE,
+        PIECE=PIECE,
         num_stages=1,
     )
     return out

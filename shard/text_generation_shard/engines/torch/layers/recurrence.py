@@ -1,7 +1,7 @@
 """The operations of layers with a state in plain torch: on CPUs, and the reference of the kernels.
 
 States are pools of blocks, which decode rows replace; a chunk may read from one and write to another. Decode rows are computed token
-by token as one batch, chunks of prompts one by one in pieces of CHUNK tokens: within a piece by products of matrices.
+by token as one batch, chunks of prompts one by one in pieces of PIECE tokens: within a piece by products of matrices.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.batch.state_rows import StateRows
+from text_generation_shard.engines.torch.batch.state_rows import PIECE, StateRows
 from text_generation_shard.engines.torch.kernels.operands import UNIT_EPS, Convolution, GatedNorm, Recurrence
-
-CHUNK = 64
 
 
 def convolve(x: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
@@ -84,8 +82,8 @@ def scan(
     for chunk in rows.parts:
         state = states[chunk.read].to(dtype) if chunk.start else torch.zeros_like(states[chunk.read], dtype=dtype)
         end = chunk.first + chunk.length
-        for first in range(chunk.first, end, CHUNK):
-            own = slice(first, min(first + CHUNK, end))
+        for first in range(chunk.first, end, PIECE):
+            own = slice(first, min(first + PIECE, end))
             of_piece = [each[own].transpose(0, 1) for each in parts]
             result, state = _piece(of_piece, state, delta=recurrence.delta)
             out[own] = result.transpose(0, 1)
