@@ -234,8 +234,8 @@ class KVCache:
             sequence.capacity = len(sequence.blocks) * self.block_size
             self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
         if self.states is not None and sequence.states is not None:
-            end = sequence.num_scheduled_tokens
-            new = self.states.chunk_scheduled(sequence.states, end - chunk, end)
+            position = sequence.num_scheduled_tokens
+            new = self.states.chunk_scheduled(sequence.states, position - chunk, position)
             allocations[-1].extend((sequence.slot, each) for each in new)
         if not sequence.unscheduled_tokens:
             self.check_room(sequence)
