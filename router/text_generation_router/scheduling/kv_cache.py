@@ -214,12 +214,7 @@ class KVCache:
                 sequence.capacity = capacity
 
     def chunk_scheduled(
-        self,
-        sequence: ScheduledSequence,
-        chunk: int,
-        growth_tokens: int,
-        spare: int | None,
-        allocations: Sequence[Allocations],
+        self, sequence: ScheduledSequence, growth_tokens: int, spare: int | None, allocations: Sequence[Allocations]
     ) -> None:
         """Give `sequence` the blocks of its scheduled chunk; with the last one, those for growth if `spare` more are left.
 
@@ -234,8 +229,7 @@ class KVCache:
             sequence.capacity = len(sequence.blocks) * self.block_size
             self.extend(sequence, end, self.no_allocations() if sequence.state is State.PLACED else allocations)
         if self.states is not None and sequence.states is not None:
-            position = sequence.num_scheduled_tokens
-            new = self.states.chunk_scheduled(sequence.states, position - chunk, position)
+            new = self.states.chunk_scheduled(sequence.states, sequence.num_scheduled_tokens)
             allocations[-1].extend((sequence.slot, each) for each in new)
         if not sequence.unscheduled_tokens:
             self.check_room(sequence)

@@ -147,7 +147,7 @@ class ReplicaScheduler:
         scarce = cache.may_limit_prompts(spare, budget, growth, len(self.prompts))
         reach = partial(cache.reach, running=running) if scarce else None
         for sequence, chunk in self.prompts.schedule(budget, reach):
-            cache.chunk_scheduled(sequence, chunk, growth, spare if scarce else None, allocations)
+            cache.chunk_scheduled(sequence, growth, spare if scarce else None, allocations)
             if sequence.state is State.PLACED:
                 placements.append(self._start(sequence))
             prefill.append((sequence.slot, chunk))

@@ -89,9 +89,12 @@ class StatePool(WindowPool):
             block.uses += not (returns and wanted)
         return HeldStates(self._take(), prefix, wanted)
 
-    def chunk_scheduled(self, held: HeldStates, start: int, end: int) -> list[tuple[int, int]]:
-        """Record a chunk; return the new blocks to which it writes, each after the position of the first token that does."""
-        new = [(start, block.number) for block in held.after]
+    def chunk_scheduled(self, held: HeldStates, end: int) -> list[tuple[int, int]]:
+        """Record a chunk that ends at position `end`.
+
+        Return the new blocks to which it writes, each after the position of the first token that does.
+        """
+        new = [(held.current.position, block.number) for block in held.after]
         if held.after:
             (held.current,) = held.after
             held.after = []

@@ -113,8 +113,8 @@ def test_a_checkpoint_is_held_until_the_chunk_that_reads_it_is_computed() -> Non
     pool = StatePool(CacheGroup(4, is_state=True), BLOCK)
     held = pool.start((), [StateCheckpoint(2 * BLOCK)])
     (own,) = held.blocks
-    assert not pool.chunk_scheduled(held, 0, 2 * BLOCK)
-    ((position, block),) = pool.chunk_scheduled(held, 2 * BLOCK, 3 * BLOCK)
+    assert not pool.chunk_scheduled(held, 2 * BLOCK)
+    ((position, block),) = pool.chunk_scheduled(held, 3 * BLOCK)
     assert position == 2 * BLOCK
     assert block != own.number
     pool.settle(held, 2 * BLOCK)
@@ -150,7 +150,7 @@ def test_a_chunk_leaves_no_checkpoint_without_a_free_block() -> None:
     pool = StatePool(CacheGroup(1, is_state=True), BLOCK)
     held = pool.start((), [StateCheckpoint(2 * BLOCK)])
     (own,) = held.blocks
-    assert not pool.chunk_scheduled(held, 0, 3 * BLOCK)
+    assert not pool.chunk_scheduled(held, 3 * BLOCK)
     assert [*held.blocks] == [own]
     assert not held.kept
 
