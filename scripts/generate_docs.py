@@ -233,8 +233,9 @@ time, else with Pillow and NumPy. With `--num-shard`, rank 0 alone has the tower
 runs take images where these are embeddings and nothing more: `llava`, `llava_next`, `llava_onevision`, `mistral3`, `smolvlm`,
 `idefics3`, `internvl`, and `llama4`, which has no other.
 
-PNG, JPEG, WebP and GIF (first frame) are decoded in confined processes beside the shard, picture by picture in turns of the prompts. At most `--max-batch-image-tokens` tokens of images are encoded
-between two steps, one image at least; a chunk that reaches an image waits for it, and then shares the token budget of a step with the others. Encoded images are kept by digest, up to 1 GiB on a GPU
+PNG, JPEG, WebP and GIF (first frame) are decoded in confined processes beside the shard, picture by picture in turns of the prompts. They are encoded
+beside the steps, on a stream of the device of their own, up to `--max-batch-image-tokens` tokens ahead of the chunks that need them. A chunk that
+reaches an image waits for it, and so do the other sequences if there is no other chunk: they would go on only beside an image of more tokens than that. Encoded images are kept by digest, up to 1 GiB on a GPU
 and 256 MiB on a CPU: a second turn with the same picture encodes nothing. Prefixes are reused as those of texts. On a GPU, steps with
 tokens of images run without graphs. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
 

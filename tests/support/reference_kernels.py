@@ -387,11 +387,13 @@ def reference_engine(config: ShardConfig, grammars: Grammars | None = None) -> T
         kernels.windows = shape.windows
         encoder = load_images(config, dtype, CPU) if info.max_images else None
         sizes, rotates = (info.max_slots, info.max_sequence_length), encoder is not None and encoder.rotates
-        runner = DeviceRunner(decoder, kernels, ALONE, shape, *sizes, shifts_positions=rotates)
+        runner = DeviceRunner(
+            decoder, kernels, ALONE, shape, *sizes, shifts_positions=rotates, image_levels=model.image_levels
+        )
         worker = TPWorker(runner, DeviceMemory(CPU, 0.4), weights.adapters)
         executor = Executor(worker, ALONE, info.max_loras, runs_ahead=True)
         if encoder is not None:
             budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
-            executor.images = ImageSteps(encoder, budget, executor.is_device_broken, bidirectional=bidirectional)
+            executor.images = ImageSteps(encoder, budget, CPU, executor.is_device_broken, bidirectional=bidirectional)
         trace = StepTrace(config.trace_steps) if config.trace_steps else None
         return TorchEngine(info, executor, grammars, trace, Drafter.of(info, runs_ahead=True))

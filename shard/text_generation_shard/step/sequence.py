@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int32]
 
 GREEDY = Sampling()
+NO_LIMIT = 1 << 40
+"""Beyond any position."""
 """The most probable token, unprocessed."""
 
 
@@ -51,12 +53,12 @@ class Sequence:
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
     pending_images: Future[Any] | None = None
-    """The images of the prompt until they are decoded."""
+    """The images of the prompt until they are decoded; then the rows of the one that a chunk waits for."""
     images: Any = None
     """The images of the prompt once they are decoded, of a type of the engine. None without."""
     has_images: bool = False
     image_limit: int = 0
-    """With images, the position of the first one that is not encoded; no chunk goes past it."""
+    """With images, the position of the first one that no chunk has needed, or NO_LIMIT; no chunk goes past it."""
     whole_images: list[tuple[int, int]] = field(default_factory=list)
     """First position and end of each image whose tokens must be in one chunk."""
     further: tuple[list[int], ...] = ()

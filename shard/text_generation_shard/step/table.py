@@ -184,10 +184,9 @@ class SequenceTable:
         self._prefilled = self._prefilled[1], prompt_tokens
         return StepRows(persistent, rows)
 
-    def waiting_for_images(self) -> list[Sequence]:
-        """Return the sequences whose chunk goes past an image that is not encoded."""
-        chunked = (each for each in self._chunked if self.sequences.get(each.slot) is each)
-        return [each for each in chunked if each.has_images and each.computed + each.chunk > each.image_limit]
+    def chunked(self) -> list[Sequence]:
+        """Return the sequences with a chunk ordered for the next step."""
+        return [each for each in self._chunked if each.is_held and each.chunk]
 
     def retract(self, late: Iterable[Sequence]) -> None:
         """Count the last position of sequences whose mask is not ready as not computed; the step was started."""
@@ -195,7 +194,7 @@ class SequenceTable:
             sequence.computed -= 1
 
     def wait_beside(self) -> bool:
-        """Wait a moment if sequences wait for masks, or for images that are decoded again; return False if none does."""
+        """Wait a moment if sequences wait for masks, or for images that are encoded; return False if none does."""
         awaited: list[Future[Any]] = [
             sequence.matcher.beside
             for sequence in self._others.values()
@@ -203,8 +202,8 @@ class SequenceTable:
             if sequence.computed >= sequence.prompt_length
             if sequence.matcher is not None and sequence.matcher.beside is not None
         ]
-        again = (each.pending_images for each in self._chunked if each.is_held and each.images is not None)
-        awaited += filter(None, again)
+        encoded = (each.pending_images for each in self.chunked() if each.images is not None)
+        awaited += filter(None, encoded)
         wait(awaited, WAIT_S, FIRST_COMPLETED)
         return bool(awaited)
 

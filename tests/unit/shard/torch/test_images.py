@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from full_grid import full
 from lora_folder import merged, random_adapter, untie, vocabulary_of
 from PIL import Image, ImageOps
 from reference_kernels import reference_engine
+from tapes import Tapes
+from torch import Tensor
 from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
 
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
@@ -23,10 +26,13 @@ from text_generation_router.media.layouts import FAMILIES as LAYOUTS
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.attention.device_step import DeviceStep
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.engines.torch.engine.images import RowCache
 from text_generation_shard.engines.torch.models.huggingface.config import EMBEDS_IMAGES
 from text_generation_shard.engines.torch.models.native.wrappers import WRAPPERS
+from text_generation_shard.engines.torch.runner.decode_graphs import GraphPool
+from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
+from text_generation_shard.engines.torch.runner.piecewise_graphs import PiecewiseGraphs
 from text_generation_shard.progress import StepMonitor
 from text_generation_shard.session import EngineSession
 
@@ -98,6 +104,30 @@ def test_prompts_with_pictures(engine: TorchEngine, vision: VisionModel, prompts
 def test_the_operations_of_a_gpu(vision: VisionModel, prompts: list[Prompt]) -> None:
     config = ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6)
     check_all(reference_engine(config), vision, prompts, 7)
+
+
+def test_graphs_of_pieces(vision: VisionModel, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    if vision.model.config.model_type.endswith("_moe"):
+        pytest.skip("on a CPU experts are computed in a loop over numbers on the host, which cannot be recorded")
+    engine = reference_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    runner, sizes = engine._executor._runner, list[int]()
+    assert isinstance(runner, DeviceRunner)
+    run = PiecewiseGraphs.run
+
+    def counted(pieces: PiecewiseGraphs, step: DeviceStep) -> Tensor | None:
+        found = run(pieces, step)
+        sizes.append(step.num_tokens if found is not None and step.images is not None else 0)
+        return found
+
+    monkeypatch.setattr(PiecewiseGraphs, "run", counted)
+
+    @torch.inference_mode()
+    def capture(**_: object) -> int:
+        return len(runner.capture_pieces(cast(GraphPool, Tapes()), (64, 16), lambda: None) or ())
+
+    monkeypatch.setattr(runner, "capture", capture)
+    check_all(engine, vision, prompts, 7)
+    assert any(sizes)
 
 
 @pytest.mark.parametrize("name", [name if name in (*FAST[:2], "llama4") else full(name) for name in vision_configs()])
@@ -257,58 +287,6 @@ def test_prompts_decode_their_pictures_in_turns_until_they_are_cancelled(
     assert order.index(short) <= 3  # behind one of each other prompt, and those that were running
     assert all(data in order for data in long[1])
     assert not set(long[0][1:]) & set(order)
-
-
-def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEngine]) -> None:
-    vision, engine = small
-    driver = Driver(engine, engine.warm_up(replace(limits(), max_batch_prefill_tokens=16)))
-    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
-    admission = decoded(engine, prompt)
-    later: object = admission["images"]
-    pending = type(later)()
-    stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=4, **admission | {"images": pending})
-    other = driver.admit((9, 8, 7), 20)
-    for _ in range(8):
-        driver.step()
-    assert len(other.tokens) == 8
-    assert not stream.tokens
-    assert not stream.to_prefill
-    pending.set_result(later.result())
-    text = driver.admit(tuple(range(40)), 2, chunk=16)
-    while (result := driver.step()) is not None:
-        # The largest step of the warm-up: 16 prompt tokens of one sequence, and one token of each other.
-        assert sum(tokens for _, tokens in result.prefilled) + bool(other.finish is None) <= 16 + 5
-    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
-    assert text.tokens == vision.greedy(Prompt(text.prompt, ()), 2)
-
-
-def test_a_picture_that_is_no_longer_kept_is_decoded_again_beside_the_steps(
-    small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vision, engine = small
-    assert engine._images is not None
-    encoder, may_decode = engine._images.encoder, threading.Event()
-    inputs, driver = encoder._inputs, Driver(engine, engine.warm_up(limits()))
-    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
-    driver.admit(prompt.ids, 1, **decoded(engine, prompt))
-    driver.run()
-
-    def decode(data: bytes, number: int) -> object:
-        assert threading.current_thread() is not threading.main_thread()
-        may_decode.wait(10)
-        return inputs(data, number)
-
-    monkeypatch.setattr(encoder, "_inputs", decode)
-    admission = decoded(engine, prompt)  # its rows are kept
-    monkeypatch.setattr(encoder, "cached", RowCache(0))
-    stream, other = driver.admit(prompt.ids, NEW_TOKENS, **admission), driver.admit((9, 8, 7), 5)
-    while not other.is_over:
-        driver.step()
-    assert driver.step() is not None  # it goes on, although there is nothing to compute
-    assert not stream.tokens
-    may_decode.set()
-    driver.run()
-    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
 def test_a_session_decodes_the_pictures_of_its_orders(small: tuple[VisionModel, TorchEngine]) -> None:

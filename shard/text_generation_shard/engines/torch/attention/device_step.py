@@ -135,6 +135,13 @@ class DeviceStep(Step):
         positions = None if self.images is None else self.images.positions
         return rotary.table if positions is None else rotary.rows(positions)
 
+    def rotary_rows(self, rotary: RotaryEmbedding) -> Tensor:
+        """Return a row of factors for each token, [tokens, 2, head_dim / 2], of a model whose images have rotary positions."""
+        if self.images is not None and self.images.positions is not None:
+            return rotary.rows(self.images.positions)
+        assert self._rotary_positions is not None
+        return rotary.table.index_select(0, self._rotary_positions)
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         context = self._context
         places = self.positions, self.slots, context.block_tables[layer]

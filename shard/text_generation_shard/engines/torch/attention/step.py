@@ -45,18 +45,23 @@ class StepImages:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.places, self.rows, self.positions, self.ahead
 
+    @property
+    def levels(self) -> int:
+        return 0 if self.rows is None else len(self.rows)
+
     def embed(self, embedded: Tensor) -> Tensor:
         """Put the embeddings of the images into those of the tokens."""
-        return self._at(embedded, 0, Tensor.index_copy_)
+        self.put(embedded, 0, Tensor.index_copy_)
+        return embedded
 
     def add(self, residual: Tensor, layer: int) -> None:
         """Add the rows of the images that follow a layer."""
-        self._at(residual, layer + 1, Tensor.index_add_)
+        self.put(residual, layer + 1, Tensor.index_add_)
 
-    def _at(self, hidden: Tensor, level: int, put: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> Tensor:
+    def put(self, hidden: Tensor, level: int, operation: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> None:
+        """Change hidden states by an operation on the rows of a level, if there are any."""
         if self.rows is not None and self.places is not None and level < len(self.rows):
-            put(hidden, 0, self.places, self.rows[level].to(hidden.dtype))
-        return hidden
+            operation(hidden, 0, self.places, self.rows[level].to(hidden.dtype))
 
     def in_order(self, places: Tensor) -> "StepImages":
         """Return the same for tokens in another order; `places` are their indices in this one."""

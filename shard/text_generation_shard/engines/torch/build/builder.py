@@ -64,11 +64,13 @@ class EngineBuilder:
         state_bytes: int = 0,
         *,
         has_axes: bool = False,
+        image_levels: int = 0,
         compiles: bool = True,
     ) -> Runner:
         """Return the runner of a model, for the steps of `group` if given.
 
-        `has_axes`: images have rotary positions in several axes; `compiles`: see `DeviceKernels`.
+        `has_axes`: images have rotary positions in several axes; `image_levels`: see `PiecewiseGraphs`; `compiles`: see
+        `DeviceKernels`.
         """
         longest = self.info.max_sequence_length
         shape = CacheShape(tuple(layers), self.device, self.dtype, longest, fp8, state_bytes)
@@ -84,7 +86,17 @@ class EngineBuilder:
         kernels = DeviceKernels(shape, scales, *sizes_of_logits, narrow=narrow, compiles=compiles)
         model = model_with(DeviceOps(kernels, self.group, self.dtype))
         has_adapters = bool(self.info.max_loras)
-        return DeviceRunner(model, kernels, group, shape, *sizes, has_adapters=has_adapters, shifts_positions=shifts)
+        levels = image_levels if self.info.max_images else 0
+        return DeviceRunner(
+            model,
+            kernels,
+            group,
+            shape,
+            *sizes,
+            has_adapters=has_adapters,
+            shifts_positions=shifts,
+            image_levels=levels,
+        )
 
     def executor(self, runner: Runner, group: ParallelGroup, host: HostCopies | None = None) -> Executor:
         """Return the executor of rank 0 of a group."""
@@ -121,7 +133,9 @@ class EngineBuilder:
         executor = self.executor(runner, self.group, host)
         if (encoder := self._encoder()) is not None:
             budget, bidirectional = config.max_batch_image_tokens, runner.bidirectional_images
-            executor.images = ImageSteps(encoder, budget, executor.is_device_broken, bidirectional=bidirectional)
+            executor.images = ImageSteps(
+                encoder, budget, self.device, executor.is_device_broken, bidirectional=bidirectional
+            )
         return TorchEngine(self.info, executor, self._grammars, trace, drafter)
 
 

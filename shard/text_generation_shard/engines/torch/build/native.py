@@ -69,6 +69,7 @@ def build_model(
         fp8=fp8,
         state_bytes=weights.state_bytes,
         has_axes=any(rope.axes for rope in model_config.ropes),
+        image_levels=model_config.image_levels,
         compiles=compiles,
     )
     return builder, runner

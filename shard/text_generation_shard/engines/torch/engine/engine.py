@@ -112,7 +112,7 @@ class TorchEngine(SynchronousEngine):
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
             if self._images is not None:
-                available -= self._images.encoder.cached.most_bytes
+                available -= self._images.bytes_beside
             groups = cache_groups(self.info, limits, kinds, block_bytes, available)
             self._allocate(groups)
             groups = executor.with_host_blocks(self.info, limits, groups)
@@ -150,15 +150,17 @@ class TorchEngine(SynchronousEngine):
 
     @torch.inference_mode()
     def _step(self) -> StepResult | None:
-        failed, encoded = ([], 0) if self._images is None else self._images.advance(self._table)
+        failed = [] if self._images is None else self._images.advance(self._table)
         before, self._in_flight = self._in_flight, None
-        result = None
-        if before is not None and self._must_record(before):
+        result, rows = None, None
+        holds = self._images is not None and self._images.hold(self._table)
+        if before is not None and (holds or self._must_record(before)):
             result, before = self._record(before), None
-        rows = self._next_rows() if before is None else self._table.rows()
+        if not holds:
+            rows = self._next_rows() if before is None else self._table.rows()
         if not rows and before is None and result is None:
             self._pause()
-            return StepResult(failed=failed) if failed or encoded or self._table.wait_beside() else None
+            return StepResult(failed=failed) if failed or self._table.wait_beside() else None
         launched = (
             self._or_fail(rows, partial(self._launch, rows, began_ahead=before is not None)) if rows else StepResult()
         )
@@ -204,7 +206,7 @@ class TorchEngine(SynchronousEngine):
 
     @property
     def prefilling(self) -> int:
-        return self._table.prefilling + (0 if self._images is None else self._images.encoding)
+        return self._table.prefilling
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
         self._executor.on_broken(callback)
@@ -221,8 +223,7 @@ class TorchEngine(SynchronousEngine):
     def close(self) -> None:
         self.reset()
         self._executor.close()
-        encoder = None if self._images is None else self._images.encoder
-        for part in (self._trace, self.grammars, self._masks, encoder):
+        for part in (self._trace, self.grammars, self._masks, self._images):
             if part is not None:
                 part.close()
 

@@ -1,15 +1,18 @@
-"""The images of prompts in the step loop: decoded beside it, encoded between steps, and given to the steps that compute them.
+"""The images of prompts: decoded and encoded beside the step loop, and given to the steps that compute them.
 
-A prompt has placeholder ids where its images are. `AutoImages` of the models encode an image to rows, which take the place of the
-embeddings of these ids. A chunk waits until the images that it reaches are encoded: at most as many tokens of images between two
-steps as the budget allows, so that decoding sequences go on. Encoded images are kept by the digest of their files: the chunks of
-a prompt and the next turns of a chat share one.
+A prompt has placeholder ids where its images are. `LibraryImages` of the models encodes an image to rows, which take the place of the
+embeddings of these ids, on a thread and a stream of the device of its own. A chunk waits until the images that it reaches are encoded;
+steps without prompts wait for one image, and go on beside one of more tokens than the budget. Images of later chunks are encoded
+ahead, as many tokens of them as the budget allows. Encoded images are kept by the digest of their files: the chunks of a prompt and
+the next turns of a chat share one.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -21,12 +24,10 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import Failure, NewSequence
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.device.copies import upload
+from text_generation_shard.step.sequence import NO_LIMIT, StepRow, StepRows
 from text_generation_shard.step.sequence import Sequence as StepSequence
-from text_generation_shard.step.sequence import StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
-NO_LIMIT = 1 << 40
-"""Beyond any position."""
 Inputs = dict[str, Tensor]
 """The arguments of an encoder for an image, in host memory."""
 
@@ -41,6 +42,12 @@ class UnreadableImage(ImageError):
     """The file of an image cannot be decoded."""
 
     code = FailureCode.IMAGE
+
+
+class NotEncoded(ImageError):
+    """The encoder failed."""
+
+    code = FailureCode.STEP
 
 
 @dataclass(slots=True)
@@ -68,8 +75,10 @@ class PromptImages:
     """Difference between rotary position and position, after the prompt."""
     encoded: dict[int, Tensor] = field(default_factory=dict)
     """The rows of pictures by their number, until the chunk with the last of them is launched."""
+    encodings: dict[int, Future[Tensor]] = field(default_factory=dict)
+    """The rows of pictures by their number, from the start of their encoding until a chunk needs them."""
     following: int = 0
-    """Number of the first picture that is not encoded."""
+    """Number of the first picture whose rows no chunk has needed."""
 
     def skip(self, computed: int) -> None:
         """Go on with the first picture that is not computed."""
@@ -139,54 +148,115 @@ class RowCache:
             self._left += self._rows.pop(next(iter(self._rows))).nbytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ImageSteps:
-    """Encodes the images of the sequences of a table, at most about `budget` tokens of them at once."""
+    """Lets the images of the sequences of a table be encoded, at most about `budget` tokens of them before a chunk needs them."""
 
     encoder: ImageEncoder
     budget: int
+    device: torch.device
     is_device_broken: Callable[[], bool]
     """Returns True if no step can be computed after an error. (Ranks still agree after one in an encoder, which rank 0 alone runs.)"""
     bidirectional: bool = False
     """A token of an image attends to later ones, so that one chunk has all tokens of an image that are not computed."""
     most_tokens: int = 0
     """Prompt tokens of the largest step, which the warm-up sets."""
-    encoding: int = 0
-    """Tokens of the image that is being encoded."""
+    bytes_beside: int = 0
+    """Memory of the device for encoding beside the steps, and for the rows that are kept; measured by `place_largest`."""
 
-    def advance(self, table: SequenceTable) -> tuple[list[Failure], int]:
-        """Encode images that chunks wait for; return the sequences that were dropped, and the tokens encoded."""
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "image encoder")
+        self._encodings = WeakValueDictionary[bytes, Future[Tensor]]()
+        """By digest, those that a sequence waits for."""
+        if self.device.type == "cuda":
+            self._stream, self._steps = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)  # type: ignore[no-untyped-call]
+
+    def advance(self, table: SequenceTable) -> list[Failure]:
+        """Take the images that are encoded, and start to encode others; return the sequences that were dropped."""
         failed: list[Failure] = []
-        tokens = 0
-        for sequence in table.waiting_for_images():
+        tokens = 0  # that are encoded, and not needed yet
+        further = [each for each in table.sequences.values() if each.has_images and each.image_limit < NO_LIMIT]
+        for sequence in sorted(further, key=lambda each: not each.chunk):
             try:
-                images = self._decoded(sequence)
-                while images is not None and sequence.computed + sequence.chunk > sequence.image_limit:
-                    picture = images.pictures[images.following]
-                    if (rows := self.encoder.cached.get(picture.digest)) is None:
-                        if not (inputs := picture.inputs()).done():  # its rows were kept, and are no longer
-                            sequence.pending_images = inputs
-                            break
-                        if tokens and tokens + len(picture.places) > self.budget:
-                            return failed, tokens
-                        tokens += len(picture.places)
-                        self.encoding = len(picture.places)
-                        rows = self.encoder.encode(inputs.result(), len(picture.places))
-                        self.encoder.cached.put(picture.digest, rows)
-                    if rows.shape[1] != len(picture.places):
-                        raise ImageError(f"an image has {len(picture.places)} placeholders for {rows.shape[1]} rows")
+                if (images := self._decoded(sequence)) is None:
+                    continue
+                needed = sequence.computed + sequence.chunk
+                while images.limit < needed and (rows := self._rows(images)) is not None:
+                    if rows.shape[1] != (expected := len(images.pictures[images.following].places)):
+                        raise ImageError(f"an image has {expected} placeholders for {rows.shape[1]} rows")
                     images.encoded[images.following] = rows
                     images.following += 1
-                    sequence.image_limit = images.limit
+                for number in range(images.following, len(images.pictures)):
+                    picture = images.pictures[number]
+                    if number not in images.encodings and picture.digest not in self.encoder.cached:
+                        if tokens and picture.start >= needed and tokens + len(picture.places) > self.budget:
+                            break
+                        images.encodings[number] = self._encoding(picture)
+                    tokens += len(picture.places) * (number in images.encodings)
+                sequence.image_limit = images.limit
+                sequence.pending_images = images.encodings.get(images.following)
             except ImageError as error:
-                failed.append(table.drop(sequence, error.code, str(error)))
-            except Exception as error:
-                if self.is_device_broken():
+                if error.code is FailureCode.STEP and self.is_device_broken():
                     raise
-                failed.append(table.drop(sequence, FailureCode.STEP, f"an image is not encoded: {typed_line(error)}"))
-            finally:
-                self.encoding = 0
-        return failed, tokens
+                failed.append(table.drop(sequence, error.code, str(error)))
+        return failed
+
+    def hold(self, table: SequenceTable) -> bool:
+        """Return True if all chunks wait for images and one of at most `budget` tokens is being encoded.
+
+        Sequences that decode wait for it too, as they do for the tokens of prompts: a step for few takes as long as one for all.
+        """
+        is_encoding = False
+        for sequence in table.chunked():
+            if not sequence.has_images or sequence.chunk_of_images(sequence.chunk) > 0:
+                return False
+            images: PromptImages | None = sequence.images
+            if images is not None and images.following in images.encodings:
+                picture = images.pictures[images.following]
+                is_encoding |= picture.inputs().done() and len(picture.places) <= self.budget
+        return is_encoding
+
+    def _rows(self, images: PromptImages) -> Tensor | None:
+        """Return the rows of the first picture that no chunk has needed; None if it is not encoded. Raises ImageError."""
+        digest, cached = images.pictures[images.following].digest, self.encoder.cached
+        if (encoding := images.encodings.get(images.following)) is None:
+            return cached.get(digest)
+        if not encoding.done():
+            return None
+        del images.encodings[images.following]
+        rows = encoding.result()
+        if digest not in cached:
+            cached.put(digest, rows)
+        return rows
+
+    def _encoding(self, picture: Picture) -> Future[Tensor]:
+        """Return the rows of a picture, which are computed beside the steps."""
+        rows = self._encodings.get(picture.digest)
+        if rows is None or (rows.done() and rows.exception() is not None):
+            rows = self._encodings[picture.digest] = Future()
+            rows.set_running_or_notify_cancel()  # several sequences may wait for it, so that none can cancel it
+            encode = partial(self._encode, len(picture.places), rows)
+            picture.inputs().add_done_callback(partial(self._thread.submit, encode))
+        return rows
+
+    def _encode(self, tokens: int, rows: Future[Tensor], inputs: Future[Inputs]) -> None:
+        try:
+            rows.set_result(self._beside(lambda: self.encoder.encode(inputs.result(), tokens)))
+        except ImageError as error:
+            rows.set_exception(error)
+        except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
+            rows.set_exception(NotEncoded(f"an image is not encoded: {typed_line(error)}"))
+
+    def _beside(self, encode: Callable[[], Tensor]) -> Tensor:
+        """Return the rows that `encode` computes, on the stream of images, for the stream of the steps."""
+        with torch.inference_mode():
+            if self.device.type != "cuda":
+                return encode()
+            with torch.cuda.stream(self._stream):
+                rows = encode()
+            self._stream.synchronize()
+            rows.record_stream(self._steps)
+            return rows
 
     def of_step(
         self, rows: StepRows, prefills: Sequence[tuple[StepRow, int]], device: torch.device
@@ -228,25 +298,36 @@ class ImageSteps:
     def place_largest(self, rows: StepRows) -> None:
         """Put a large image into the first prompt of a step, to measure its memory and to compile the kernels that it needs."""
         row = rows.others[0]
-        encoded = self.encoder.encode_largest()[:, : row.length]
+        encode = partial(self._beside, self.encoder.encode_largest)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        encoded = self._thread.submit(encode).result()[:, : row.length]
+        if self.device.type == "cuda":
+            self.bytes_beside = torch.cuda.max_memory_allocated(self.device) - before
+        self.bytes_beside += self.encoder.cached.most_bytes
         places = np.arange(encoded.shape[1])
         picture = Picture(b"", places, 0, len(places), Future)
         row.sequence.images = PromptImages([picture], None, encoded={0: encoded})
 
+    def close(self) -> None:
+        """Stop decoding and encoding."""
+        self.encoder.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _decoded(self, sequence: StepSequence) -> PromptImages | None:
         """Return the images of a sequence; None while they are decoded. Raises ImageError."""
-        if (pending := sequence.pending_images) is not None:
-            if not pending.done():
+        if sequence.images is None:
+            pending = sequence.pending_images
+            if pending is None or not pending.done():
                 return None
-            sequence.pending_images = None
             if (error := pending.exception()) is not None:
                 raise (
                     error
                     if isinstance(error, ImageError)
                     else ImageError(f"an image cannot be used: {typed_line(error)}")
                 )
-            if sequence.images is None:  # else one of them was decoded again
-                self._take(sequence, pending.result())
+            self._take(sequence, pending.result())
         found: PromptImages = sequence.images
         return found
 
@@ -259,7 +340,6 @@ class ImageSteps:
                     f"an image has {largest} tokens, and a step at most {self.most_tokens}: raise --max-batch-prefill-tokens"
                 )
         images.skip(sequence.computed)
-        sequence.image_limit = images.limit
 
 
 def shift_of(sequence: StepSequence) -> int:

@@ -36,7 +36,9 @@ class DeviceRunner(Runner):
         *,
         has_adapters: bool = False,
         shifts_positions: bool = False,
+        image_levels: int = 0,
     ) -> None:
+        """`image_levels`: see `PiecewiseGraphs`."""
         super().__init__(model, group, shape, max_slots, max_sequence_length, shifts_positions=shifts_positions)
         self._kernels = kernels
         self._num_blocks: Sequence[int] = (0,) * len(self.kinds)
@@ -49,6 +51,7 @@ class DeviceRunner(Runner):
         self._hidden = torch.zeros(max_slots, model.predicts, device=self.device)
         """The hidden states that they read."""
         self._piecewise: PiecewiseGraphs | None = None
+        self._image_levels = image_levels
 
     @property
     def cache(self) -> Sequence[Tensor]:
@@ -102,7 +105,7 @@ class DeviceRunner(Runner):
         forward = self._model.cut_forward(CAPTURE_SIZES[-1])
         if forward is None:
             return None
-        self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots)
+        self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots, self._image_levels)
         for size in sizes:
             for adapted in self._kinds:
                 self._piecewise.capture(size, recorder, adapted=adapted)
@@ -193,8 +196,7 @@ class DeviceRunner(Runner):
         return DeviceStep(tokens, plan.num_decoding, self._context, plan, columns, adapted=plan.adapted, images=images)
 
     def _normed(self, step: DeviceStep, *, has_chunks: bool) -> Tensor:
-        # The pieces have no images in them.
-        if self._piecewise is not None and has_chunks and step.images is None:
+        if self._piecewise is not None and has_chunks:
             normed = self._piecewise.run(step)
             if normed is not None:
                 return normed

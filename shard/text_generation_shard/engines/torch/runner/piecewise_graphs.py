@@ -7,6 +7,7 @@ forward pass is cut there:
     piece 0 · attention of layer 0 · piece 1 · attention of layer 1 · … · last piece
 
 The pieces are graphs, one set per capture size. They depend only on data on the device, and are replayed for any step that fits.
+Models that take images are also cut after the embedding and after each of the first layers to which rows of images are added.
 A step uses the smallest set that fits; its padding tokens belong to the dummy slot, and are skipped between pieces. Steps above the
 largest capture size keep the device busy without graphs.
 """
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.device_step import DeviceStep, StepContext
-from text_generation_shard.engines.torch.attention.step import ScoreRules, StateMix
+from text_generation_shard.engines.torch.attention.step import ScoreRules, StateMix, StepImages
+from text_generation_shard.engines.torch.layers.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.runner.decode_graphs import GraphPool, Work
 
 CAPTURE_SIZES = (16, 32, 64, *range(128, 1025, 64))
@@ -42,6 +44,8 @@ class PieceBuffers:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self.rotary: dict[RotaryEmbedding, Tensor] = {}
+        """A row of factors for each token, if images have rotary positions."""
 
     def rows(self, name: str, like: Tensor) -> Tensor:
         """Return the first rows of the buffer of a name, in the shape and dtype of `like`."""
@@ -56,6 +60,22 @@ class PieceBuffers:
         return self.rows(name, values).copy_(values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutImages(StepImages):
+    """Calls `cut` in the place of each change of the hidden states by images, which each step has of its own."""
+
+    cut: Callable[[Cut], None]
+    most_levels: int
+
+    def put(self, hidden: Tensor, level: int, operation: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> None:
+        def run(step: DeviceStep, own: Tensor, _: Tensor) -> None:
+            if step.images is not None:
+                step.images.put(own, level, operation)
+
+        if level < self.most_levels:
+            self.cut(Cut(run, hidden, hidden))
+
+
 class CutStep(DeviceStep):
     """A step that calls `cut` with each attention and each part with a state, and leaves the memory of its result as it is."""
 
@@ -66,11 +86,23 @@ class CutStep(DeviceStep):
         buffers: PieceBuffers,
         cut: Callable[[Cut], None],
         *,
+        image_levels: int = 0,
         adapted: bool = False,
     ) -> None:
         super().__init__(columns, columns.shape[1], context, adapted=adapted)
         self._buffers = buffers
         self._cut = cut
+        if image_levels:
+            self.images = CutImages(None, None, None, cut=cut, most_levels=image_levels)
+        if context.slot_shifts is not None:
+            self._rotary_positions = torch.arange(self.num_tokens, dtype=torch.int32, device=columns.device)
+
+    def _rotary_table(self, rotary: RotaryEmbedding) -> Tensor:
+        if self._context.slot_shifts is None:
+            return rotary.table
+        if rotary not in self._buffers.rotary:
+            self._buffers.rotary[rotary] = rotary.table.new_zeros(CAPTURE_SIZES[-1], *rotary.table.shape[1:])
+        return self._buffers.rotary[rotary]
 
     def attend(self, layer: int, queries: Tensor, rules: ScoreRules, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -98,9 +130,13 @@ class _CapturedPass:
 class PiecewiseGraphs:
     """Sets of captured pieces that share memory, of a `forward` as `Model.cut_forward` returns it. Used in inference mode."""
 
-    def __init__(self, forward: Callable[[DeviceStep], Tensor], context: StepContext, dummy_slot: int) -> None:
+    def __init__(
+        self, forward: Callable[[DeviceStep], Tensor], context: StepContext, dummy_slot: int, image_levels: int
+    ) -> None:
+        """`image_levels`: levels of the rows of an image; 0 if steps with images have no graphs."""
         self._forward = forward
         self._context = context
+        self._image_levels = image_levels
         self._padding = torch.tensor(
             [[0], [0], [dummy_slot], [0]], dtype=torch.int32, device=context.last_tokens.device
         )
@@ -135,8 +171,10 @@ class PiecewiseGraphs:
         tokens = step.num_tokens
         size = capture_size_for(tokens)
         captured = self._captured.get((size, step.adapters is not None))
-        if captured is None:
+        if captured is None or (step.images is not None and step.images.levels > self._image_levels):
             return None
+        for rotary, rows in self._buffers.rotary.items():
+            rows[:tokens].copy_(step.rotary_rows(rotary))
         self._columns[:, :tokens].copy_(step.columns)
         if tokens < size:
             self._columns[:, tokens:size].copy_(self._padding)
@@ -159,7 +197,8 @@ class PiecewiseGraphs:
         return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
 
     def _run(self, columns: Tensor, cut: Callable[[Cut], None], *, adapted: bool) -> tuple[Tensor, Tensor | None]:
-        step = CutStep(columns, self._context, self._buffers, cut, adapted=adapted)
+        levels = self._image_levels
+        step = CutStep(columns, self._context, self._buffers, cut, image_levels=levels, adapted=adapted)
         normed = self._buffers.keep("normed", self._forward(step))
         return normed, None if step.carried is None else self._buffers.keep("carried", step.carried)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +15,9 @@ from lora_folder import random_adapter
 from native_families import LATENT
 from reference_kernels import ALONE, ReferenceKernels, reference_decoder
 from reference_ops import relative_error as error
+from tapes import Tapes
 from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpoint
 from tiny_transformers import random_model, save
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma4TextConfig, Qwen3_5TextConfig, YoutuConfig
 
 from text_generation_proto.cache_groups import CacheGroup
@@ -59,48 +57,6 @@ CHANGES: dict[str, Any] = {
     "max_position_embeddings": MAX_LENGTH,
     "sliding_window": 40,
 }
-
-
-class Tape(TorchDispatchMode):
-    """A CUDA graph for a CPU: records operations and repeats them in the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: list[tuple[Callable[[], object], object]] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        call = partial(func, *args, **(kwargs or {}))
-        result = call()
-        self._kept.append((call, result))
-        return result
-
-    def replay(self) -> None:
-        for call, before in self._kept:
-            for old, new in zip(tensors(before), tensors(call()), strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-def tensors(result: object) -> list[Tensor]:
-    return [part for part in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(part, Tensor)]
-
-
-class Tapes:
-    """Does what a `GraphPool` does, on a CPU."""
-
-    def begin(self) -> None:
-        self._tape = Tape()
-        self._tape.__enter__()
-
-    def end(self) -> Work:
-        self._tape.__exit__(None, None, None)
-        return self._tape.replay
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any
@@ -57,6 +58,8 @@ TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 """Begins of the names of tensors of the text part, in the names of a model of text."""
 CACHE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Memory for encoded images, by kind of device. 2²⁸ bytes are 32 thousand tokens of an 8B model."""
+LENGTHS_ON_DEVICE = ("glm4v", "glm46v", "glm4v_moe")
+"""Model types whose embedding computes with the lengths of sequences."""
 LARGEST_SIDE = {"cpu": 224, "cuda": 2048}
 """Sides of the square image whose encoding is measured at the start."""
 
@@ -85,12 +88,16 @@ class LibraryImages:
         return images
 
     def encode(self, inputs: Inputs, tokens: int) -> Tensor:
-        dtype = self._model.dtype
+        dtype, grid = self._model.dtype, inputs.get("image_grid_thw")
         values = self._pixels.ended(inputs, self._device)
         inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in values.items()}
         # The library drops the dimension of one row of Pixtral's, not of two.
         if is_single := tokens == 1:
             inputs = {name: torch.cat([each, each]) for name, each in inputs.items()}
+        if grid is not None and self._model.config.model_type not in LENGTHS_ON_DEVICE:
+            # Each layer reads the lengths of sequences; in the device's memory it would wait for the layer before.
+            lengths = [int(grid.prod())] * (1 + is_single)
+            inputs["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         output = self._model.get_image_features(**inputs)
         added = getattr(output, "deepstack_features", None) or ()
         rows = output.pooler_output

@@ -130,7 +130,15 @@ def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObje
         quantization=scheme,
         # A multiplier of embeddings would be one of images too.
         max_images=0 if wrapper is None or "vision_config" not in whole or family.multipliers else wrapper.max_images,
+        image_levels=_image_levels(whole),
     )
+
+
+def _image_levels(whole: JsonObject) -> int:
+    """Return the number of rows of an image that a token gets: one more than the layers after which there is another."""
+    vision = whole.get("vision_config")
+    added = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    return 1 + (len(added) if isinstance(added, list) else 0)
 
 
 def _check_architecture(whole: JsonObject, served: str) -> None:

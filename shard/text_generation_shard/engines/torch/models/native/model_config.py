@@ -62,6 +62,8 @@ class ModelConfig(DecoderNumbers):
     """The layer that predicts the token after the next one, if it is loaded."""
     max_images: int = 0
     """Images that a prompt may have, as far as the model knows."""
+    image_levels: int = 1
+    """The rows of an image that a token gets: its embedding, and those that are added after each of the first layers."""
 
     @property
     def num_layers(self) -> int:

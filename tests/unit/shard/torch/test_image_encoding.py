@@ -1,0 +1,220 @@
+"""Pictures are encoded beside the steps: ahead of the chunks that need them, once for all that wait, within a budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from dataclasses import replace
+
+import pytest
+from engine_driver import Driver
+from torch import Tensor
+from vision_models import Prompt, VisionModel, decoded, picture
+
+from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.engine.engine import TorchEngine
+from text_generation_shard.engines.torch.engine.images import ImageSteps, RowCache
+
+NEW_TOKENS = 4
+
+
+def limits() -> WarmUpLimits:
+    return WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[VisionModel, TorchEngine]:
+    vision = VisionModel("qwen3_vl", tmp_path_factory.mktemp("checkpoint"))
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    return vision, engine
+
+
+@pytest.fixture
+def images(small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch) -> ImageSteps:
+    """The images of the engine, of which none is kept yet."""
+    images = small[1]._images
+    assert images is not None
+    monkeypatch.setattr(images.encoder, "cached", RowCache(1 << 28))
+    return images
+
+
+class Gate:
+    """Encoding waits until the gate is opened."""
+
+    def __init__(self, encode: Callable[..., Tensor]) -> None:
+        self._encode = encode
+        self.tokens: list[int] = []
+        """Tokens of the pictures whose encoding has begun."""
+        self.open = threading.Event()
+
+    def __call__(self, inputs: object, tokens: int) -> Tensor:
+        assert threading.current_thread() is not threading.main_thread()
+        if tokens:  # else it is the warm-up
+            self.tokens.append(tokens)
+            assert self.open.wait(20)
+        return self._encode(inputs, tokens)
+
+
+@pytest.fixture
+def gate(images: ImageSteps, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(images.encoder.encode)
+    monkeypatch.setattr(images.encoder, "encode", gate)
+    yield gate
+    gate.open.set()
+
+
+def test_chunks_wait_for_a_picture_and_add_up(small: tuple[VisionModel, TorchEngine]) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(replace(limits(), max_batch_prefill_tokens=16)))
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    admission = decoded(engine, prompt)
+    later: object = admission["images"]
+    pending = type(later)()
+    stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=4, **admission | {"images": pending})
+    other = driver.admit((9, 8, 7), 20)
+    for _ in range(8):
+        driver.step()
+    assert len(other.tokens) == 8
+    assert not stream.tokens
+    assert not stream.to_prefill
+    pending.set_result(later.result())
+    text = driver.admit(tuple(range(40)), 2, chunk=16)
+    while (result := driver.step()) is not None:
+        # The largest step of the warm-up: 16 prompt tokens of one sequence, and one token of each other.
+        assert sum(tokens for _, tokens in result.prefilled) + bool(other.finish is None) <= 16 + 5
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+    assert text.tokens == vision.greedy(Prompt(text.prompt, ()), 2)
+
+
+def test_a_picture_that_is_no_longer_kept_is_decoded_again_beside_the_steps(
+    small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    assert engine._images is not None
+    encoder, may_decode = engine._images.encoder, threading.Event()
+    inputs, driver = encoder._inputs, Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    driver.admit(prompt.ids, 1, **decoded(engine, prompt))
+    driver.run()
+
+    def decode(data: bytes, number: int) -> object:
+        assert threading.current_thread() is not threading.main_thread()
+        may_decode.wait(10)
+        return inputs(data, number)
+
+    monkeypatch.setattr(encoder, "_inputs", decode)
+    admission = decoded(engine, prompt)  # its rows are kept
+    monkeypatch.setattr(encoder, "cached", RowCache(0))
+    stream, other = driver.admit(prompt.ids, NEW_TOKENS, **admission), driver.admit((9, 8, 7), 5)
+    while not other.is_over:
+        driver.step()
+    assert driver.step() is not None  # it goes on, although there is nothing to compute
+    assert not stream.tokens
+    may_decode.set()
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+def test_steps_go_on_beside_a_picture_larger_than_the_budget(
+    small: tuple[VisionModel, TorchEngine], images: ImageSteps, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(50, 60)])
+    monkeypatch.setattr(images, "budget", prompt.media[0].tokens - 1)
+    stream, other = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)), driver.admit((9, 8, 7), 8)
+    while not other.is_over:
+        driver.step()
+    assert driver.step() is not None  # it goes on, although there is nothing to compute
+    assert not stream.tokens
+    gate.open.set()
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+    assert other.tokens == vision.greedy(Prompt(other.prompt, ()), 8)
+
+
+def test_sequences_that_decode_wait_for_a_picture_but_not_prompts(
+    small: tuple[VisionModel, TorchEngine], gate: Gate
+) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt, text = vision.prompt([picture(60, 50)]), tuple(range(7, 27))
+    other = driver.admit((9, 8, 7), 20)
+    driver.step()
+    stream, long = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)), driver.admit(text, 2, chunk=7)
+    while not long.tokens:
+        driver.step()
+    tokens = len(other.tokens)
+    assert tokens > 2  # one with each chunk
+    for _ in range(5):
+        assert driver.step() is not None
+    assert len(other.tokens) == tokens
+    gate.open.set()
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+    assert other.tokens == vision.greedy(Prompt(other.prompt, ()), 20)
+    assert long.tokens == vision.greedy(Prompt(text, ()), 2)
+
+
+def test_pictures_are_encoded_ahead_within_the_budget(
+    small: tuple[VisionModel, TorchEngine], images: ImageSteps, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(64, 64, seed) for seed in range(4)])
+    tokens = prompt.media[0].tokens
+    monkeypatch.setattr(images, "budget", 2 * tokens)
+    gate.open.set()
+    stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=1, **decoded(engine, prompt))
+    assert prompt.media[0].offset > 2
+    driver.step()  # computes a token before the first picture
+    wait(engine._table.sequences[stream.slot].images.encodings.values(), 20)
+    driver.step()
+    assert gate.tokens == [tokens] * 2
+    driver.run()
+    assert gate.tokens == [tokens] * 4
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+def test_a_picture_is_encoded_once_for_all_that_wait(small: tuple[VisionModel, TorchEngine], gate: Gate) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(45, 31)])
+    streams = [driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)) for _ in range(3)]
+    driver.step()
+    driver.release(streams[0])
+    driver.step()
+    gate.open.set()
+    driver.run()
+    assert len(gate.tokens) == 1
+    assert [stream.tokens for stream in streams[1:]] == [vision.greedy(prompt, NEW_TOKENS)] * 2
+
+
+def test_an_encoder_that_fails_costs_those_that_wait_for_it(
+    small: tuple[VisionModel, TorchEngine], images: ImageSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(31, 90)])  # no other test's, whose rows may still be there
+
+    def fail(inputs: object, tokens: int) -> Tensor:
+        raise RuntimeError(f"no {tokens}\nrows of {type(inputs).__name__}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(images.encoder, "encode", fail)
+        failed = [driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)) for _ in range(2)]
+        other = driver.admit((9, 8, 7), 8)
+        driver.run()
+    for each in failed:
+        assert each.failure is not None
+        assert each.failure.code is FailureCode.STEP
+        assert each.failure.message.startswith("an image is not encoded: ")
+        assert "\n" not in each.failure.message
+    assert other.tokens == vision.greedy(Prompt(other.prompt, ()), 8)
+    stream = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt))
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
