@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int32]
 
 GREEDY = Sampling()
+FEW_TOKENS = 64
+"""Fewer tokens before an image wait for it: a step for them takes as long as one with those of the image."""
 NO_LIMIT = 1 << 40
 """Beyond any position."""
 """The most probable token, unprocessed."""
@@ -169,6 +171,8 @@ class Sequence:
     def chunk_of_images(self, most: int) -> int:
         """Return how many of the next `most` tokens can be computed with the images that are encoded; it may be negative."""
         end = min(self.computed + most, self.image_limit)
+        if end < self.computed + min(most, FEW_TOKENS):
+            return 0
         return next((first for first, after in self.whole_images if first < end < after), end) - self.computed
 
     def update_end(self, block_size: int) -> None:

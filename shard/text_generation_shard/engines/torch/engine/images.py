@@ -308,7 +308,8 @@ class ImageSteps:
         self.bytes_beside += self.encoder.cached.most_bytes
         places = np.arange(encoded.shape[1])
         picture = Picture(b"", places, 0, len(places), Future)
-        row.sequence.images = PromptImages([picture], None, encoded={0: encoded})
+        positions = np.tile(np.arange(row.length), (3, 1)) if self.encoder.rotates else None
+        row.sequence.images = PromptImages([picture], positions, encoded={0: encoded})
 
     def close(self) -> None:
         """Stop decoding and encoding."""
