@@ -1,11 +1,21 @@
 """Types of the fields of bodies. As in TGI (serde), numbers have a size."""
 
 import struct
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
+import numpy as np
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetPydanticSchema,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 WrittenNumber = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float))]
 """A number, already written as JSON."""
@@ -67,6 +77,23 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 # one.
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True), WHOLE]
+
+
+def _packed(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:  # noqa: ANN401 - any JSON value
+    """Return token ids as an array. Valid ones take a tenth of the time in which each is validated."""
+    if isinstance(value, list):
+        with suppress(TypeError, OverflowError):
+            ids = array("I", value)
+            # An array takes true and false for 1 and 0.
+            if not any(isinstance(value[at], bool) for at in np.flatnonzero(np.asarray(ids) < 2).tolist()):
+                return ids
+    return array("I", validate(value))
+
+
+PromptTokenIds = Annotated[
+    Sequence[int], GetPydanticSchema(lambda _, schema_of: schema_of(TokenIds)), WrapValidator(_packed)
+]
+"""Token ids as an array, of any number: pydantic does not apply limits of the length to it."""
 
 MAX_METADATA = 16
 """OpenAI's limit for the keys of `metadata`."""

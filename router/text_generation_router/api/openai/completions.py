@@ -103,7 +103,7 @@ class CompletionRoutes:
         body.check_best_of()
 
     async def _admit(
-        self, body: CompletionBody, prompt: str | list[TokenId], options: GenerationOptions, qos: QualityOfService
+        self, body: CompletionBody, prompt: str | Sequence[TokenId], options: GenerationOptions, qos: QualityOfService
     ) -> Prompt:
         serving = self._serving
         requests = await serving.preparer.prepare(prompt, options, qos, body.n or 1)
@@ -168,12 +168,12 @@ class CompletionRoutes:
         }
 
 
-def _prompts(body: CompletionBody) -> Sequence[str | list[TokenId]]:
+def _prompts(body: CompletionBody) -> Sequence[str | Sequence[TokenId]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [prompt]
+        return [cast("Sequence[TokenId]", prompt)]
     return [text_or_ids for text_or_ids in prompt if not isinstance(text_or_ids, int)]
 
 

@@ -20,6 +20,7 @@ from text_generation_router.api.http.fields import (
     Float32,
     Int32,
     Name,
+    PromptTokenIds,
     StopText,
     StopTexts,
     TokenIds,
@@ -52,7 +53,7 @@ Biases = Annotated[dict[TokenIdText, float], BeforeValidator(at_most(MAX_LOGIT_B
 LogitBias = Biases | Annotated[list[float], Field(fail_fast=True)]
 """OpenAI's: token id, as text, → bias. TGI's clients send a list, which TGI ignores."""
 PromptTexts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-PromptIds = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+PromptIds = Annotated[list[PromptTokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TemplateArguments = Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_TEMPLATE_ARGUMENTS, "keys"))]
 
@@ -348,7 +349,7 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """Body of /v1/completions."""
 
-    prompt: str | PromptTexts | TokenIds | PromptIds
+    prompt: str | PromptTexts | PromptTokenIds | PromptIds
     """A text, several, or token ids."""
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt. 0 only with `echo`."""
