@@ -28,7 +28,8 @@ for _opening, _closing in (b"[]", b"{}"):
 
 def check_structure(text: bytes | bytearray) -> None:
     """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
-    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b",") < MAX_VALUES:
+    few_values = len(text) < MAX_VALUES or text.count(b",") < MAX_VALUES
+    if few_values and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return
     try:
         JsonTexts().check(text)
