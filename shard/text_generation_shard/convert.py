@@ -1,9 +1,12 @@
 """Conversion of orders from protobuf, and of reports to it."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import islice
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from text_generation_proto import convert
 from text_generation_proto.cache_groups import CacheGroup
@@ -47,6 +50,15 @@ def _allocations(
     return tuple((slot, tuple(islice(left, count))) for slot, count in zip(slots, counts, strict=True))
 
 
+def _prompt(message: pb.NewSequence) -> Sequence[int]:
+    """Return the prompt of a sequence. An unknown field is bytes: 100,000 ids take 0.1 ms so, and 4 ms one by one."""
+    if message.media:  # whose data would be copied
+        return array("I", message.prompt[:])
+    unknown = UnknownFieldSet(pb.InfoRequest.FromString(message.SerializeToString()))
+    fields = map(unknown.__getitem__, range(len(unknown)))
+    return array("I", b"".join(each.data for each in fields if each.field_number == message.PROMPT_FIELD_NUMBER))
+
+
 def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> NewSequence:
     """Convert a sequence; `before` are those before it in the orders."""
     number, own = message.prompt_of, message.prompt or message.media or message.prediction
@@ -56,7 +68,7 @@ def _new_sequence(message: pb.NewSequence, before: Sequence[NewSequence]) -> New
     media = tuple(Media(each.offset, each.tokens, each.digest, each.data) for each in message.media)
     return NewSequence(
         slot=message.slot,
-        prompt=tuple(message.prompt[:]) if first is None else first.prompt,  # a slice is read in half of the time
+        prompt=_prompt(message) if first is None else first.prompt,
         stopping=convert.stopping_from_pb(message.stopping),
         sampling=convert.sampling_from_pb(message.sampling),
         blocks=tuple(message.blocks),

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
+
 from text_generation_proto.values import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKENS,
@@ -42,7 +44,7 @@ def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return f"rank {sequence.rank} is not one of {info.ranks}"
     if not sequence.prompt:
         return "the prompt is empty"
-    if max(sequence.prompt) >= info.vocab_size:
+    if np.asarray(sequence.prompt).max() >= info.vocab_size:
         return f"a prompt token is outside the vocabulary of {info.vocab_size}"
     if max(sequence.prediction, default=0) >= info.vocab_size or len(sequence.prediction) > info.max_sequence_length:
         return f"the prediction is longer than a sequence, or a token is outside the vocabulary of {info.vocab_size}"

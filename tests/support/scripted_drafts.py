@@ -67,7 +67,7 @@ class ScriptedDrafts(Drafter):
     def _right(self, sequence: Sequence) -> Sequences[int]:
         """Return the tokens that a sequence goes on with, if they are known."""
         count = len(sequence.tokens)
-        return next((text[count:] for text in self._texts if [*text[:count]] == sequence.tokens), ())
+        return next((text[count:] for text in self._texts if [*text[:count]] == [*sequence.tokens]), ())
 
     def pay_after(self, sequences: Sequences[Sequence], *, prompts: bool) -> bool:
         return self._draw.random() < 0.6
@@ -127,7 +127,7 @@ class Predicted(Drafter):
         drafts = {}
         for each in sequences:
             if each.slot in found:
-                text = next((text for text in self.texts if [*text[: len(each.tokens)]] == each.tokens), ())
+                text = next((text for text in self.texts if [*text[: len(each.tokens)]] == [*each.tokens]), ())
                 right = tuple(text[len(each.tokens) :][: len(each.tokens) % self.most])
                 tokens = (*right, *found[each.slot][len(right) :])
                 drafts[each.slot] = Draft(tokens[: lengths[each.slot]], self._predicted, 0)

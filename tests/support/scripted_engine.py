@@ -38,7 +38,7 @@ class ScriptedEngine(CheckedEcho):
         for index, sequence in enumerate(sequences):
             said = len(sequence.tokens) - (sequence.prompt_length - sequence.generated_before)
             if not said:
-                self.prompts.append(self.tokenizer.decode(sequence.tokens, skip_special_tokens=False))
+                self.prompts.append(self.tokenizer.decode([*sequence.tokens], skip_special_tokens=False))
                 answer = self.answer(self.prompts[-1])
                 self._answers[sequence.slot] = self.tokenizer.encode(answer, add_special_tokens=False).ids
             rest = self._answers[sequence.slot][said:]

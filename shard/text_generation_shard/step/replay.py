@@ -1,6 +1,7 @@
 """Replay: the generated tokens at the end of a sequence's prompt, each scored again from the logits and masks of its position."""
 
 import math
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
 from text_generation_proto.values import LogprobOptions
@@ -13,7 +14,7 @@ from text_generation_shard.step.sequence import GREEDY, Sequence
 class Replay:
     """Scores the generated tokens of a sequence, in order, while its prompt is computed."""
 
-    tokens: list[int]
+    tokens: Sequences[int]
     """Prompt and generated tokens."""
     walker: Sequence
     """The sequence as it was when the next of these tokens was chosen. With a grammar, it has the matcher before the first."""
@@ -27,7 +28,7 @@ class Replay:
         walker = Sequence.of(replace(plain, prompt=new.prompt[: len(new.prompt) - count], matcher=None))
         sequence = Sequence.of(replace(plain, sampling=GREEDY, grammar=None))
         scores = TokenScores(new.slot, [math.nan] * count, [0] * count, [math.nan] * count)
-        sequence.replay = cls(list(new.prompt), walker, scores)
+        sequence.replay = cls(new.prompt, walker, scores)
         return sequence
 
     def predicted(self, start: int, length: int) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -33,7 +34,7 @@ class Sequence:
     """While it is in the persistent batch, `computed` and `generated` are not updated, nor are `tokens` without drafts."""
 
     slot: int
-    tokens: list[int]
+    tokens: array[int]
     prompt_length: int
     blocks: list[int]
     computed: int
@@ -109,7 +110,7 @@ class Sequence:
         greedy = replace(new.sampling, seed=0) == GREEDY and not new.logprobs.top_n and new.grammar is None
         return cls(
             slot=new.slot,
-            tokens=list(new.prompt),
+            tokens=array("I", new.prompt),
             prompt_length=len(new.prompt),
             blocks=list(new.blocks),
             further=tuple([0] * first + list(blocks) for first, blocks in new.further_blocks),

@@ -40,13 +40,13 @@ def drafted(source: LookupDrafts, of: Sequence, most: int = 6) -> tuple[int, ...
 def test_a_draft_goes_on_as_the_text_did(source: LookupDrafts) -> None:
     it = sequence((*TEXT, 7, *TEXT[100:103]))
     assert drafted(source, it) == TEXT[103:109]
-    it.tokens += TEXT[103:106]
+    it.tokens.extend(TEXT[103:106])
     assert drafted(source, it, 2) == TEXT[106:108]
-    it.tokens += (1,)
+    it.tokens.extend((1,))
     assert drafted(source, it) == ()
-    it.tokens += TEXT[200:202]
+    it.tokens.extend(TEXT[200:202])
     assert drafted(source, it) == ()
-    it.tokens += TEXT[202:203]
+    it.tokens.extend(TEXT[202:203])
     assert drafted(source, it) == TEXT[203:209]
 
 
@@ -76,7 +76,7 @@ def test_tokens_that_differ_are_learnt(source: LookupDrafts, acceptance: Accepta
         it.tokens.append(token)
     assert acceptance.probability("own", 20) > 0.95
     for place in range(0, 300, 5):
-        it.tokens += TEXT[place : place + 3]
+        it.tokens.extend(TEXT[place : place + 3])
         drafted(source, it)
         it.tokens.append(3)
         drafted(source, it)
@@ -86,7 +86,7 @@ def test_tokens_that_differ_are_learnt(source: LookupDrafts, acceptance: Accepta
 def test_an_output_is_found_by_sequences_of_its_scope_only(source: LookupDrafts) -> None:
     ended = sequence((1,), scope="a")
     drafted(source, ended)
-    ended.tokens += TEXT
+    ended.tokens.extend(TEXT)
     drafted(source, ended)
     ended.is_held = False
     source.forget_ended()
@@ -122,60 +122,60 @@ def test_a_step_indexes_long_prompts_one_after_the_other(source: LookupDrafts) -
 
 def test_a_prediction_is_followed_from_its_start_and_after_edits(source: LookupDrafts, acceptance: Acceptance) -> None:
     it = sequence((1, 2), prediction=TEXT)
-    it.tokens += TEXT[:1]
+    it.tokens.extend(TEXT[:1])
     draft = source.drafts(it, 3)
     assert draft is not None
     assert (draft.tokens, draft.source) == (TEXT[1:4], "prediction")
-    it.tokens += (*TEXT[1:9], 60_000)
+    it.tokens.extend((*TEXT[1:9], 60_000))
     assert drafted(source, it) == ()
-    it.tokens += TEXT[10:12]
+    it.tokens.extend(TEXT[10:12])
     assert drafted(source, it, 2) == TEXT[12:14]
-    it.tokens += (60_001, *TEXT[300:303])
+    it.tokens.extend((60_001, *TEXT[300:303]))
     assert drafted(source, it, 2) == TEXT[303:305]
-    it.tokens += (60_002, *TEXT[397:])
+    it.tokens.extend((60_002, *TEXT[397:]))
     assert drafted(source, it) == ()
     assert acceptance.probability("prediction", 20) > acceptance.probability("own", 20) - 0.01
 
 
 def test_a_prediction_with_another_start_is_followed_once_it_is_met(source: LookupDrafts) -> None:
     it = sequence((1, 2), prediction=TEXT)
-    it.tokens += (60_000, TEXT[0])
+    it.tokens.extend((60_000, TEXT[0]))
     assert drafted(source, it, 2) == TEXT[1:3]
     other = sequence((1, 2), 1, prediction=TEXT)
-    other.tokens += (60_000, *TEXT[50:53])
+    other.tokens.extend((60_000, *TEXT[50:53]))
     assert drafted(source, other, 2) == TEXT[53:55]
 
 
 def test_a_preempted_sequence_goes_on_with_its_prediction(source: LookupDrafts, acceptance: Acceptance) -> None:
     before = acceptance.probability("prediction", 0)
     it = sequence((1, 2, *TEXT[:5]), prediction=TEXT, generated_tokens=5)
-    it.tokens += TEXT[5:6]
+    it.tokens.extend(TEXT[5:6])
     assert drafted(source, it, 2) == TEXT[6:8]
     assert acceptance.probability("prediction", 0) > before
 
 
 def test_a_prediction_is_that_of_its_sequence_only(source: LookupDrafts) -> None:
     it = sequence((1, 2), prediction=TEXT)
-    it.tokens += TEXT[:4]
+    it.tokens.extend(TEXT[:4])
     assert drafted(source, it, 1) == TEXT[4:5]
     other = sequence((1, 2), 1)
-    other.tokens += TEXT[:4]
+    other.tokens.extend(TEXT[:4])
     assert drafted(source, other) == ()
     it.is_held = False
     source.forget_ended()
     reused = sequence((1, 2))
-    reused.tokens += TEXT[100:104]
+    reused.tokens.extend(TEXT[100:104])
     assert drafted(source, reused) == ()
 
 
 def test_a_long_prediction_is_indexed_in_parts_up_to_a_bound(source: LookupDrafts) -> None:
     far = [random.Random(3).randrange(50_000) for _ in range(INDEXED_TOKENS - 300)]
     it = sequence((1, 2), prediction=(*far, *TEXT))
-    it.tokens += TEXT[50:54]
+    it.tokens.extend(TEXT[50:54])
     parts = INDEXED_TOKENS // TOKENS_AT_ONCE + 1  # the last one for its own text
     drafts = [drafted(source, it, 2) for _ in range(parts)]
     assert drafts == [()] * (parts - 1) + [TEXT[54:56]]
-    it.tokens += (60_000, *TEXT[350:354])
+    it.tokens.extend((60_000, *TEXT[350:354]))
     assert drafted(source, it) == ()  # not indexed
 
 

@@ -7,6 +7,8 @@ sequences of different scopes share nothing.
 """
 
 from collections import OrderedDict
+from collections.abc import MutableSequence
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -34,7 +36,7 @@ END = (1 << 20) - 1
 class TokenIndex:
     """The places after each run of RUN tokens in `tokens`, which may grow, from token `start` on."""
 
-    def __init__(self, tokens: list[int], start: int = 0) -> None:
+    def __init__(self, tokens: MutableSequence[int], start: int = 0) -> None:
         self.tokens = tokens
         self.end = start
         """Runs that end here or before are indexed."""
@@ -47,13 +49,13 @@ class TokenIndex:
     def extend(self, end: int) -> None:
         """Index the runs that end at `end` or before."""
         low, self.end = max(self.end + 1, self._first), max(self.end, end)
-        tokens, last, before = self.tokens[low - RUN : end], self._last, self._before
+        tokens, last, before = [*self.tokens[low - RUN : end]], self._last, self._before
         for place, (a, b, c) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False), low):
             key = a << 40 | b << 20 | c
             before.append(last.get(key, 0))
             last[key] = place
 
-    def find(self, end: list[int]) -> tuple[int, int]:
+    def find(self, end: Sequences[int]) -> tuple[int, int]:
         """Return the place after the most tokens that equal the end of a text, and their number; (0, 0) if they are too few."""
         if len(end) < RUN:
             return 0, 0
@@ -74,7 +76,7 @@ class TokenIndex:
 class _Followed:
     """The place in a text that a sequence is expected to follow."""
 
-    tokens: list[int]
+    tokens: Sequences[int]
     place: int
     match: int
     source: str
@@ -82,7 +84,7 @@ class _Followed:
 
 def _returned(left: _Followed | None, last: int) -> _Followed | None:
     """Return the place after the token `last` soon after the place that was left: an edit may have replaced what is between."""
-    near = [] if left is None else left.tokens[left.place : left.place + EDITED_TOKENS]
+    near: Sequences[int] = [] if left is None else left.tokens[left.place : left.place + EDITED_TOKENS]
     if left is None or last not in near:
         return None
     return _Followed(left.tokens, left.place + near.index(last) + 1, 1, left.source)
@@ -109,7 +111,7 @@ class _Recent:
     current: TokenIndex = field(default_factory=lambda: TokenIndex([]))
     before: TokenIndex = field(default_factory=lambda: TokenIndex([]))
 
-    def add(self, tokens: list[int]) -> None:
+    def add(self, tokens: Sequences[int]) -> None:
         if len(self.current.tokens) >= RECENT_TOKENS:
             self.before, self.current = self.current, TokenIndex([])
         self.current.tokens += [*tokens[-RECENT_TOKENS:], END]
@@ -153,7 +155,7 @@ class LookupDrafts:
             return None
         tokens = followed.tokens[followed.place : followed.place + most]
         if followed.tokens is sequence.tokens and len(tokens) < most:
-            tokens = (tokens * most)[:most]  # it repeats itself
+            tokens = ([*tokens] * most)[:most]  # it repeats itself
         if END in tokens:
             tokens = tokens[: tokens.index(END)]
         return Draft(tuple(tokens), followed.source, followed.match) if tokens else None
@@ -178,7 +180,7 @@ class LookupDrafts:
             known.followed = self._found(known, tokens[-LONGEST_MATCH:]) or _returned(known.left, tokens[-1])
         index.extend(end)
 
-    def _follow(self, followed: _Followed, tokens: list[int]) -> bool:
+    def _follow(self, followed: _Followed, tokens: Sequences[int]) -> bool:
         """Go on by some tokens; return False if they are others, or the text ends."""
         for token in tokens:
             if followed.place == len(followed.tokens) or (expected := followed.tokens[followed.place]) == END:
@@ -190,7 +192,7 @@ class LookupDrafts:
             followed.match += 1
         return True
 
-    def _found(self, known: _Known, last: list[int]) -> _Followed | None:
+    def _found(self, known: _Known, last: Sequences[int]) -> _Followed | None:
         best = None
         indices = [(known.predicted, PREDICTION), (known.index, OWN)]
         if recent := self._recent.get(known.sequence.draft_scope):

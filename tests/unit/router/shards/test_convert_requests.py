@@ -95,7 +95,7 @@ def test_a_prompt_of_several_answers_is_sent_once_to_a_shard_that_knows_this(sha
     placements = tuple(Placement(slot, request, new, (slot,)) for slot, (request, new) in enumerate(placed))
     orders = orders_to_pb(SchedulerOutput(1, placements=placements), [2], shares_prompts=shares_prompts)
     arrived = shard_convert.orders_from_pb(pb.Orders.FromString(orders.SerializeToString())).placements
-    assert [each.prompt for each in arrived] == [(5, 6, 7), (8, 9), (5, 6, 7), (5, 6, 7, 4), (8, 9)]
+    assert [(*each.prompt,) for each in arrived] == [(5, 6, 7), (8, 9), (5, 6, 7), (5, 6, 7, 4), (8, 9)]
     assert sum(len(each.prompt) for each in orders.placements) == (9 if shares_prompts else 14)
 
 
@@ -147,8 +147,9 @@ def test_a_prompt_of_no_earlier_placement_is_refused(prompt_of: int, prompt: tup
 
 def test_the_images_of_a_prompt_arrive_once_for_its_answers() -> None:
     media = pb.Media(offset=1, tokens=2, digest=b"d" * 32, data=b"file")
-    placements = [pb.NewSequence(prompt=[1, 2, 2], media=[media]), pb.NewSequence(slot=1, prompt_of=1)]
+    placements = [pb.NewSequence(prompt=[1, 2, 2**32 - 1], media=[media]), pb.NewSequence(slot=1, prompt_of=1)]
     arrived = shard_convert.orders_from_pb(pb.Orders(number=1, placements=placements)).placements
+    assert [[*each.prompt] for each in arrived] == [[1, 2, 2**32 - 1]] * 2
     assert [each.media for each in arrived] == [(Media(1, 2, b"d" * 32, b"file"),)] * 2
     placements[1].media.append(media)
     with pytest.raises(shard_convert.InvalidOrders, match="prompt_of 1 "):

@@ -131,8 +131,9 @@ def test_a_step_that_raises_fails_only_its_sequences(driver: Driver) -> None:
     expected = driver.alone(PROMPT)
     waiting = driver.admit(PROMPT, allocated=48, chunk=33)
     driver.streams[waiting.slot].to_prefill = 0
-    # No token id that the wire can carry makes a step raise; this one does.
-    broken, neighbour = driver.admit((-(1 << 40), 3)), driver.admit(PROMPT)
+    # No seed that the wire can carry makes a step raise; this one does.
+    broken = driver.admit(PROMPT, sampling=Sampling(greedy=False, seed=1 << 80))
+    neighbour = driver.admit(PROMPT)
     driver.step()
     for stream in (broken, neighbour):
         assert stream.failure is not None

@@ -29,7 +29,7 @@ def test_histories_follow_sequences_that_grow_and_change_slots() -> None:
             sequences.append(a_sequence(11, list(range(50))))
         histories.update(sequences[:2])
         for sequence in sequences:
-            assert histories.tokens(sequence).tolist() == sequence.tokens
+            assert histories.tokens(sequence).tolist() == [*sequence.tokens]
 
 
 def test_tokens_that_are_up_to_date_are_not_written_again() -> None:

@@ -47,7 +47,7 @@ class TokenHistories:
     def along(self, sequence: Sequence, drafts: Sequences[int]) -> Tensor:
         """Return the ids of the sequence so far and of its drafts; later updates overwrite the drafts."""
         known = len(sequence.tokens)
-        sequence.tokens += drafts
+        sequence.tokens.extend(drafts)
         tokens = self.tokens(sequence)
         del sequence.tokens[known:]
         self._stored[sequence.slot] = sequence, known

@@ -133,7 +133,7 @@ class LibraryImages:
 
     def _decoded(self, new: NewSequence) -> Generator[Future[Inputs], None, PromptImages]:
         """Decode the pictures of a prompt, each when the generator goes on. Raises ImageError."""
-        ids = np.array(new.prompt)
+        ids = np.array(new.prompt, dtype=np.int64)
         is_image = np.zeros(len(ids), dtype=bool)
         pictures: list[Picture] = []
         for number, media in enumerate(new.media, 1):
