@@ -4,7 +4,7 @@ An object or array costs a hundred times its bytes when it is parsed, and a micr
 short text costs twenty times its bytes.
 """
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import orjson
@@ -26,10 +26,39 @@ for _opening, _closing in (b"[]", b"{}"):
     _STEPS[_opening], _STEPS[_closing] = 1, -1
 
 
+def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value of a JSON text. Raises InvalidJson as `check_structure` does, and orjson.JSONDecodeError.
+
+    Most texts have few brackets and commas, those in strings included: of these only the nesting of the value is left to check.
+    """
+    containers = text.count(b"[") + text.count(b"{")
+    few = containers <= MAX_CONTAINERS and (len(text) < MAX_VALUES or containers + text.count(b",") <= MAX_VALUES)
+    if not few:
+        check_structure(text)
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        check_structure(text)
+        raise
+    if few and containers > MAX_DEPTH and _is_deep(value):
+        check_structure(text)
+    return value
+
+
+def _is_deep(value: Any) -> bool:  # noqa: ANN401 - any JSON value
+    """Return True if an object or array is nested more than MAX_DEPTH levels deep."""
+    kinds = dict, list
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        inner = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
+        if not (level := [each for each in inner if isinstance(each, kinds)]):
+            return False
+    return True
+
+
 def check_structure(text: bytes | bytearray) -> None:
     """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
-    few_values = len(text) < MAX_VALUES or text.count(b",") < MAX_VALUES
-    if few_values and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b",") < MAX_VALUES:
         return
     try:
         JsonTexts().check(text)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
+import orjson
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text_generation_router.web.body_errors import InvalidJson
-from text_generation_router.web.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, JsonTexts, check_structure
+from text_generation_router.web.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, JsonTexts, check_structure, load
 
 TRICKY = st.text(alphabet='[]{}"\\,:n/u0 é', max_size=12)
 
@@ -52,6 +53,25 @@ def test_depth_is_limited() -> None:
     for broken in (b"]" * 1000, b"[" * 1000, b'"' * 1000 + b"{" * 1000):  # the parser names the fault
         with suppress(InvalidJson):
             check_structure(broken)
+
+
+@pytest.mark.parametrize(
+    "before", [b"[", b'{"a":{},"b":[' + b"{}," * MAX_DEPTH, b"[" + b"[]," * (MAX_CONTAINERS - MAX_DEPTH - 1)]
+)
+def test_a_text_is_read_if_its_structure_may_be(before: bytes) -> None:
+    after = b"]}" if before[:1] == b"{" else b"]"
+    levels = MAX_DEPTH - len(after)
+    assert load(before + deep(levels) + after) == json.loads(before + deep(levels) + after)
+    for text in (before + deep(levels + 1) + after, before + deep(2000) + after, before + deep(levels + 1)):
+        with pytest.raises(InvalidJson) as expected:
+            check_structure(text)
+        with pytest.raises(InvalidJson) as error:
+            load(text)
+        assert str(error.value) == str(expected.value)
+    brackets_in_string = b'"' + b"[" * (MAX_CONTAINERS + 1) + b'"'
+    assert load(before + brackets_in_string + after) == json.loads(before + brackets_in_string + after)
+    with pytest.raises(orjson.JSONDecodeError):
+        load(before + b'"' + after)
 
 
 def test_texts_inside_of_a_body_share_its_limits() -> None:
