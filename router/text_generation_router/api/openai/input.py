@@ -173,8 +173,9 @@ def _message(message: Message, texts: JsonTexts) -> Json:
 
 
 def _content(content: str | Sequence[ContentPart] | None, role: str) -> str | list[Json]:
-    parts: list[str | Json]
-    parts = [content or ""] if content is None or isinstance(content, str) else [_part(part, role) for part in content]
+    if content is None or isinstance(content, str):
+        return without_billing(content or "") if role == "system" else content or ""
+    parts: list[str | Json] = [_part(part, role) for part in content]
     if role == "system":
         parts = [without_billing(part) if isinstance(part, str) else part for part in parts]
     return join_parts(parts)
