@@ -21,6 +21,7 @@ after each. A draft is right if it is the token sampled for its position. `advan
 them; the positions behind are not computed, and later steps overwrite their KV. Such a step begins once the last one is recorded.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -70,7 +71,7 @@ class SequenceTable:
     """Sequences with a chunk ordered for the next step."""
     _without_matcher: list[Sequence] = field(default_factory=list)
     """Sequences whose matcher is being built."""
-    _holders: dict[int, int] = field(default_factory=dict)
+    _holders: Counter[int] = field(default_factory=Counter)
     """Number of sequences that hold a KV block of the first group; no entry for 0."""
     _prefilled: tuple[int, int] = (0, 0)
     """Prompt tokens in the last two steps."""
@@ -319,7 +320,7 @@ class SequenceTable:
         sequence.update_end(self.info.block_size)
         if sequence.pending_matcher is not None:
             self._without_matcher.append(sequence)
-        self._hold(sequence.blocks)
+        self._holders.update(sequence.blocks)
 
     def _move_to_persistent(self, sequence: Sequence) -> None:
         """Move the sequence to the persistent batch if it is greedy from now on; no-op if it was moved.
@@ -348,11 +349,7 @@ class SequenceTable:
         if self._persistent is not None and sequence.slot not in self._others:
             self._persistent.extend(sequence)
         if group == 0:
-            self._hold(numbers)
-
-    def _hold(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._holders[block] = self._holders.get(block, 0) + 1
+            self._holders.update(numbers)
 
     def drop(self, sequence: Sequence, code: FailureCode, message: str) -> Failure:
         """Drop a sequence that cannot go on."""
