@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int32]
 
 GREEDY = Sampling()
+"""The most probable token, unprocessed."""
 FEW_TOKENS = 64
 """Fewer tokens before an image wait for it: a step for them takes as long as one with those of the image."""
 NO_LIMIT = 1 << 40
 """Beyond any position."""
-"""The most probable token, unprocessed."""
 
 
 @dataclass(slots=True, eq=False)
