@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from engine_driver import Driver
@@ -16,7 +18,7 @@ from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.engines.torch.engine.images import ImageSteps, RowCache
+from text_generation_shard.engines.torch.engine.images import ImageSteps, Picture, RowCache
 
 NEW_TOKENS = 4
 
@@ -139,6 +141,45 @@ def test_steps_go_on_beside_a_picture_larger_than_the_budget(
     assert other.tokens == vision.greedy(Prompt(other.prompt, ()), 8)
 
 
+def test_steps_go_on_beside_a_picture_behind_one_larger_than_the_budget(
+    small: tuple[VisionModel, TorchEngine], images: ImageSteps, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    large, tiny = vision.prompt([picture(70, 70, 7)]), vision.prompt([picture(20, 20, 8)])
+    monkeypatch.setattr(images, "budget", tiny.media[0].tokens)
+    streams = []
+    for prompt in (large, tiny):
+        streams.append(driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)))
+        driver.step()
+    other = driver.admit((9, 8, 7), 8)
+    for _ in range(9):
+        driver.step()
+    assert len(other.tokens) == 8
+    gate.open.set()
+    driver.run()
+    assert [each.tokens for each in streams] == [vision.greedy(each, NEW_TOKENS) for each in (large, tiny)]
+
+
+def test_a_chunk_that_ends_inside_a_picture_does_not_wait_for_the_next_one(tmp_path: Path) -> None:
+    """It waits for orders, which come if steps go on."""
+    vision = VisionModel("gemma3", tmp_path)  # one chunk must have all tokens of a picture
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(70, 45), picture(31, 90)])
+    stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=prompt.media[0].offset + 3, **decoded(engine, prompt))
+    driver.step()
+    left, stream.to_prefill = stream.to_prefill, 0
+    wait(engine._table.sequences[stream.slot].images.encodings.values(), 20)
+    other = driver.admit((9, 8, 7), 8)
+    driver.run()  # ends: no step waits beside an image that is encoded
+    assert len(other.tokens) == 8
+    stream.to_prefill = left
+    driver.run()
+    assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
 def test_sequences_that_decode_wait_for_a_picture_but_not_prompts(
     small: tuple[VisionModel, TorchEngine], gate: Gate
 ) -> None:
@@ -220,3 +261,67 @@ def test_an_encoder_that_fails_costs_those_that_wait_for_it(
     stream = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt))
     driver.run()
     assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
+def test_pictures_of_dropped_sequences_are_not_encoded(small: tuple[VisionModel, TorchEngine], gate: Gate) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    gc.collect()
+    gc.disable()  # what a step needs no more is freed at once
+    try:
+        for seed in range(5):
+            prompt = vision.prompt([picture(60, 50, seed)])
+            stream = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt))
+            driver.step()
+            driver.release(stream)
+            driver.step()
+        assert len(gate.tokens) <= 1
+        gate.open.set()
+        prompt = vision.prompt([picture(60, 50, 5)])
+        stream = driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt))
+        driver.run()
+        assert len(gate.tokens) <= 2
+        assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+        assert not any(isinstance(each, Picture) for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_another_warm_up_measures_the_same_memory(small: tuple[VisionModel, TorchEngine], images: ImageSteps) -> None:
+    _, engine = small
+    engine.warm_up(limits())
+    beside = images.bytes_beside
+    engine.warm_up(limits())
+    assert images.bytes_beside == beside
+
+
+def test_an_engine_is_closed_while_a_picture_is_decoded_again(
+    small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vision, _ = small
+    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
+    assert isinstance(engine, TorchEngine)
+    assert engine._images is not None
+    encoder, may_decode = engine._images.encoder, threading.Event()
+    inputs, driver = encoder._inputs, Driver(engine, engine.warm_up(limits()))
+    prompt = vision.prompt([picture(70, 45)])
+    driver.admit(prompt.ids, 1, **decoded(engine, prompt))
+    driver.run()
+    decoding = threading.Event()
+
+    def decode(data: bytes, number: int) -> object:
+        found = inputs(data, number)
+        decoding.set()
+        may_decode.wait(10)
+        return found
+
+    monkeypatch.setattr(encoder, "_inputs", decode)
+    admission = decoded(engine, prompt)  # its rows are kept
+    monkeypatch.setattr(encoder, "cached", RowCache(0))
+    driver.admit(prompt.ids, 1, **admission)
+    driver.step()
+    assert decoding.wait(10)
+    engine.close()
+    may_decode.set()
+    encoder._pool.shutdown()
+    assert not caplog.records

@@ -9,10 +9,11 @@ the next turns of a chat share one.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -64,6 +65,21 @@ class Picture:
     """Returns the arguments of the encoder, which are computed beside the engine from the first call on."""
 
 
+class EncodedRows(Future[Tensor]):
+    """The rows of an image that is encoded beside the steps. Several sequences may wait for it, so that none can cancel it."""
+
+    def __init__(self, tokens: int, inputs: Future[Inputs]) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.inputs = inputs
+        self.set_running_or_notify_cancel()
+
+    @property
+    def is_queued(self) -> bool:
+        """True from the end of decoding to the end of encoding."""
+        return self.inputs.done() and not self.done()
+
+
 @dataclass(slots=True)
 class PromptImages:
     """The images of a prompt while it is computed."""
@@ -75,7 +91,7 @@ class PromptImages:
     """Difference between rotary position and position, after the prompt."""
     encoded: dict[int, Tensor] = field(default_factory=dict)
     """The rows of pictures by their number, until the chunk with the last of them is launched."""
-    encodings: dict[int, Future[Tensor]] = field(default_factory=dict)
+    encodings: dict[int, EncodedRows] = field(default_factory=dict)
     """The rows of pictures by their number, from the start of their encoding until a chunk needs them."""
     following: int = 0
     """Number of the first picture whose rows no chunk has needed."""
@@ -166,8 +182,8 @@ class ImageSteps:
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "image encoder")
-        self._encodings = WeakValueDictionary[bytes, Future[Tensor]]()
-        """By digest, those that a sequence waits for."""
+        self._encodings = WeakValueDictionary[bytes, EncodedRows]()
+        """By digest, those of which a sequence needs the rows."""
         if self.device.type == "cuda":
             self._stream, self._steps = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -194,7 +210,8 @@ class ImageSteps:
                         images.encodings[number] = self._encoding(picture)
                     tokens += len(picture.places) * (number in images.encodings)
                 sequence.image_limit = images.limit
-                sequence.pending_images = images.encodings.get(images.following)
+                is_needed = images.limit < needed
+                sequence.pending_images = images.encodings.get(images.following) if is_needed else None
             except ImageError as error:
                 if error.code is FailureCode.STEP and self.is_device_broken():
                     raise
@@ -202,19 +219,20 @@ class ImageSteps:
         return failed
 
     def hold(self, table: SequenceTable) -> bool:
-        """Return True if all chunks wait for images and one of at most `budget` tokens is being encoded.
+        """Return True if all chunks wait for images and one of them is being encoded, none of more than `budget` tokens before it.
 
         Sequences that decode wait for it too, as they do for the tokens of prompts: a step for few takes as long as one for all.
         """
-        is_encoding = False
+        awaited: list[EncodedRows] = []
         for sequence in table.chunked():
-            if not sequence.has_images or sequence.chunk_of_images(sequence.chunk) > 0:
+            if not sequence.has_images or sequence.chunk_of_images(sequence.most_of_chunk) > 0:
                 return False
             images: PromptImages | None = sequence.images
-            if images is not None and images.following in images.encodings:
-                picture = images.pictures[images.following]
-                is_encoding |= picture.inputs().done() and len(picture.places) <= self.budget
-        return is_encoding
+            if images is not None and sequence.pending_images is not None:
+                awaited.append(images.encodings[images.following])
+        if not any(each.inputs.done() for each in awaited):
+            return False
+        return all(each.tokens <= self.budget for each in self._encodings.values() if each.is_queued)
 
     def _rows(self, images: PromptImages) -> Tensor | None:
         """Return the rows of the first picture that no chunk has needed; None if it is not encoded. Raises ImageError."""
@@ -229,19 +247,23 @@ class ImageSteps:
             cached.put(digest, rows)
         return rows
 
-    def _encoding(self, picture: Picture) -> Future[Tensor]:
+    def _encoding(self, picture: Picture) -> EncodedRows:
         """Return the rows of a picture, which are computed beside the steps."""
         rows = self._encodings.get(picture.digest)
         if rows is None or (rows.done() and rows.exception() is not None):
-            rows = self._encodings[picture.digest] = Future()
-            rows.set_running_or_notify_cancel()  # several sequences may wait for it, so that none can cancel it
-            encode = partial(self._encode, len(picture.places), rows)
-            picture.inputs().add_done_callback(partial(self._thread.submit, encode))
+            rows = self._encodings[picture.digest] = EncodedRows(len(picture.places), picture.inputs())
+            rows.inputs.add_done_callback(partial(self._queue, ref(rows)))
         return rows
 
-    def _encode(self, tokens: int, rows: Future[Tensor], inputs: Future[Inputs]) -> None:
+    def _queue(self, reference: "ref[EncodedRows]", _: Future[Inputs]) -> None:
+        with suppress(RuntimeError):  # the engine is closed
+            self._thread.submit(self._encode, reference)
+
+    def _encode(self, reference: "ref[EncodedRows]") -> None:
+        if (rows := reference()) is None:
+            return  # the sequences that needed it were dropped
         try:
-            rows.set_result(self._beside(lambda: self.encoder.encode(inputs.result(), tokens)))
+            rows.set_result(self._beside(lambda: self.encoder.encode(rows.inputs.result(), rows.tokens)))
         except ImageError as error:
             rows.set_exception(error)
         except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
@@ -299,13 +321,14 @@ class ImageSteps:
         """Put a large image into the first prompt of a step, to measure its memory and to compile the kernels that it needs."""
         row = rows.others[0]
         encode = partial(self._beside, self.encoder.encode_largest)
+        beside = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
         encoded = self._thread.submit(encode).result()[:, : row.length]
         if self.device.type == "cuda":
-            self.bytes_beside = torch.cuda.max_memory_allocated(self.device) - before
-        self.bytes_beside += self.encoder.cached.most_bytes
+            beside = torch.cuda.max_memory_allocated(self.device) - before
+        self.bytes_beside = beside + self.encoder.cached.most_bytes
         places = np.arange(encoded.shape[1])
         picture = Picture(b"", places, 0, len(places), Future)
         positions = np.tile(np.arange(row.length), (3, 1)) if self.encoder.rotates else None

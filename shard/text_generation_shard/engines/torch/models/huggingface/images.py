@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class LibraryImages:
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
         images: Future[PromptImages] = Future()
-        self._pool.submit(self._advance, self._decoded(new), images)
+        self._pool.submit(self._advance, self._decoded(new), ref(images))
         return images
 
     def encode(self, inputs: Inputs, tokens: int) -> Tensor:
@@ -119,17 +120,23 @@ class LibraryImages:
             self._files.get().close()
 
     def _advance(
-        self, pictures: Generator[Future[Inputs], None, PromptImages], images: Future[PromptImages], _: object = None
+        self,
+        pictures: Generator[Future[Inputs], None, PromptImages],
+        reference: "ref[Future[PromptImages]]",
+        _: object = None,
     ) -> None:
         """Decode the next picture of a prompt when it is its turn. A prompt that is cancelled ends."""
+        images = reference()  # which holds the picture that calls this: memory that only a search for cycles would free
+        if images is None or images.cancelled():
+            pictures.close()
+            return
         with suppress(InvalidStateError):
             try:
-                if not images.cancelled():
-                    next(pictures).add_done_callback(partial(self._advance, pictures, images))
+                next(pictures).add_done_callback(partial(self._advance, pictures, reference))
             except StopIteration as end:
                 images.set_result(end.value)
             except Exception as error:  # noqa: BLE001 – the engine sees it in the future
-                images.set_exception(error)
+                images.set_exception(error.with_traceback(None))
 
     def _decoded(self, new: NewSequence) -> Generator[Future[Inputs], None, PromptImages]:
         """Decode the pictures of a prompt, each when the generator goes on. Raises ImageError."""
