@@ -82,8 +82,8 @@ class ShardSettings(SharedSettings, ShardAccess):
     num_threads: NonNegativeInt = 0
     """Threads of a forward pass on CPU; 0: one per core, at most the CPU quota of a container or service."""
     max_batch_image_tokens: NonNegativeInt = 4096
-    """Tokens of images that the torch engine encodes ahead of the chunks that need them, and one image at least. Steps go on beside
-    an image of more tokens, and wait for others. 0: no images: their encoder is not loaded."""
+    """Tokens of images that the torch engine encodes ahead of the chunks that need them, and one image at least. Sequences
+    that decode wait for an image that a prompt needs, unless it has more tokens. 0: no images: their encoder is not loaded."""
     lora_adapters: str = ""
     """LoRA adapters to serve beside the model, with commas between: id, id=folder, id@revision.
     Requests name one by its id."""

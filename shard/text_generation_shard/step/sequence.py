@@ -24,7 +24,7 @@ Ints = NDArray[np.int32]
 GREEDY = Sampling()
 """The most probable token, unprocessed."""
 FEW_TOKENS = 64
-"""Fewer tokens before an image wait for it: a step for them takes as long as one with those of the image."""
+"""A chunk of fewer tokens before an image waits for it: a step for them takes as long as one with those of the image."""
 NO_LIMIT = 1 << 40
 """Beyond any position."""
 
@@ -61,7 +61,7 @@ class Sequence:
     """The images of the prompt once they are decoded, of a type of the engine. None without."""
     has_images: bool = False
     image_limit: int = 0
-    """With images, the position of the first one that no chunk has needed, or NO_LIMIT; no chunk goes past it."""
+    """With images, the position of the first one whose rows are not taken yet, or NO_LIMIT; no chunk goes past it."""
     whole_images: list[tuple[int, int]] = field(default_factory=list)
     """First position and end of each image whose tokens must be in one chunk."""
     further: tuple[list[int], ...] = ()

@@ -18,7 +18,8 @@ from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
-from text_generation_shard.engines.torch.engine.images import ImageSteps, Picture, RowCache
+from text_generation_shard.engines.torch.engine.images import ImageSteps
+from text_generation_shard.engines.torch.engine.prompt_images import Picture, RowCache
 
 NEW_TOKENS = 4
 
@@ -290,9 +291,9 @@ def test_pictures_of_dropped_sequences_are_not_encoded(small: tuple[VisionModel,
 def test_another_warm_up_measures_the_same_memory(small: tuple[VisionModel, TorchEngine], images: ImageSteps) -> None:
     _, engine = small
     engine.warm_up(limits())
-    beside = images.bytes_beside
+    beside = images.reserved_bytes
     engine.warm_up(limits())
-    assert images.bytes_beside == beside
+    assert images.reserved_bytes == beside
 
 
 def test_an_engine_is_closed_while_a_picture_is_decoded_again(

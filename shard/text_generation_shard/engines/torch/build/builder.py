@@ -15,7 +15,8 @@ from text_generation_shard.engines.torch.device.memory import DeviceMemory, keep
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.executor import Executor
 from text_generation_shard.engines.torch.engine.host_cache import HostCopies
-from text_generation_shard.engines.torch.engine.images import ImageEncoder, ImageSteps
+from text_generation_shard.engines.torch.engine.images import ImageSteps
+from text_generation_shard.engines.torch.engine.prompt_images import ImageEncoder
 from text_generation_shard.engines.torch.engine.runner import Model, Runner
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.worker import TPWorker

@@ -112,7 +112,7 @@ class TorchEngine(SynchronousEngine):
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + cache_bytes(worst_groups, block_bytes)
             if self._images is not None:
-                available -= self._images.bytes_beside
+                available -= self._images.reserved_bytes
             groups = cache_groups(self.info, limits, kinds, block_bytes, available)
             self._allocate(groups)
             groups = executor.with_host_blocks(self.info, limits, groups)

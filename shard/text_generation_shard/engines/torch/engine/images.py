@@ -10,9 +10,8 @@ the next turns of a chat share one.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -22,146 +21,21 @@ from torch import Tensor
 
 from text_generation_common.one_line import typed_line
 from text_generation_proto.values import FailureCode
-from text_generation_shard.engine import Failure, NewSequence
+from text_generation_shard.engine import Failure
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.device.copies import upload
+from text_generation_shard.engines.torch.engine.prompt_images import (
+    EncodedRows,
+    ImageEncoder,
+    ImageError,
+    Inputs,
+    NotEncoded,
+    Picture,
+    PromptImages,
+)
 from text_generation_shard.step.sequence import NO_LIMIT, StepRow, StepRows
 from text_generation_shard.step.sequence import Sequence as StepSequence
 from text_generation_shard.step.table import SequenceTable
-
-Inputs = dict[str, Tensor]
-"""The arguments of an encoder for an image, in host memory."""
-
-
-class ImageError(Exception):
-    """An image cannot be used; the message is one line for the client."""
-
-    code = FailureCode.INVALID
-
-
-class UnreadableImage(ImageError):
-    """The file of an image cannot be decoded."""
-
-    code = FailureCode.IMAGE
-
-
-class NotEncoded(ImageError):
-    """The encoder failed."""
-
-    code = FailureCode.STEP
-
-
-@dataclass(slots=True)
-class Picture:
-    """An image of a prompt, as the encoder takes it."""
-
-    digest: bytes
-    places: NDArray[np.int64]
-    """The positions in the prompt that its rows take."""
-    start: int
-    end: int
-    """Its first position, and that after its last."""
-    inputs: Callable[[], "Future[Inputs]"]
-    """Returns the arguments of the encoder, which are computed beside the engine from the first call on."""
-
-
-class EncodedRows(Future[Tensor]):
-    """The rows of an image that is encoded beside the steps. Several sequences may wait for it, so that none can cancel it."""
-
-    def __init__(self, tokens: int, inputs: Future[Inputs]) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.inputs = inputs
-        self.set_running_or_notify_cancel()
-
-    @property
-    def is_queued(self) -> bool:
-        """True from the end of decoding to the end of encoding."""
-        return self.inputs.done() and not self.done()
-
-
-@dataclass(slots=True)
-class PromptImages:
-    """The images of a prompt while it is computed."""
-
-    pictures: list[Picture]
-    positions: NDArray[np.int64] | None
-    """[3, prompt]: the rotary positions; None if they are those of a text."""
-    shift: int = 0
-    """Difference between rotary position and position, after the prompt."""
-    encoded: dict[int, Tensor] = field(default_factory=dict)
-    """The rows of pictures by their number, until the chunk with the last of them is launched."""
-    encodings: dict[int, EncodedRows] = field(default_factory=dict)
-    """The rows of pictures by their number, from the start of their encoding until a chunk needs them."""
-    following: int = 0
-    """Number of the first picture whose rows no chunk has needed."""
-
-    def skip(self, computed: int) -> None:
-        """Go on with the first picture that is not computed."""
-        while self.following < len(self.pictures) and self.pictures[self.following].end <= computed:
-            self.following += 1
-
-    @property
-    def limit(self) -> int:
-        """The first position whose picture is not encoded."""
-        return self.pictures[self.following].start if self.following < len(self.pictures) else NO_LIMIT
-
-    def rows(self, start: int, end: int) -> list[tuple[NDArray[np.int64], Tensor]]:
-        """Return (positions, rows) of each picture in [start, end), and forget those that end there."""
-        found = []
-        for number, rows in list(self.encoded.items()):
-            places = self.pictures[number].places
-            first, last = np.searchsorted(places, (start, end)).tolist()
-            if first < last:
-                found.append((places[first:last], rows[:, first:last]))
-            if last == len(places):
-                del self.encoded[number]
-        return found
-
-
-class ImageEncoder(Protocol):
-    """The image part of a model."""
-
-    rotates: bool
-    """True if images have rotary positions in several axes."""
-    cached: "RowCache"
-
-    def decode(self, new: NewSequence) -> Future[PromptImages]:
-        """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""
-
-    def encode(self, inputs: Inputs, tokens: int) -> Tensor:
-        """Return the rows [levels, tokens, hidden] of an image: in the place of embeddings, then what is added after each of the first layers."""
-
-    def encode_largest(self) -> Tensor:
-        """Return the rows of an image of the largest usual size."""
-
-    def close(self) -> None:
-        """Stop decoding."""
-
-
-class RowCache:
-    """The rows of images by digest. Those that were not used for longest are dropped. `in` may be asked from any thread."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self._left = most_bytes
-        self._rows: dict[bytes, Tensor] = {}
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._rows
-
-    def get(self, digest: bytes) -> Tensor | None:
-        """Return the rows of an image, which count as used now; None if they are not here."""
-        if (rows := self._rows.pop(digest, None)) is not None:
-            self._rows[digest] = rows
-        return rows
-
-    def put(self, digest: bytes, rows: Tensor) -> None:
-        """Keep the rows of an image that is not here."""
-        self._rows[digest] = rows
-        self._left -= rows.nbytes
-        while self._left < 0:
-            self._left += self._rows.pop(next(iter(self._rows))).nbytes
 
 
 @dataclass(eq=False)
@@ -177,7 +51,7 @@ class ImageSteps:
     """A token of an image attends to later ones, so that one chunk has all tokens of an image that are not computed."""
     most_tokens: int = 0
     """Prompt tokens of the largest step, which the warm-up sets."""
-    bytes_beside: int = 0
+    reserved_bytes: int = 0
     """Memory of the device for encoding beside the steps, and for the rows that are kept; measured by `place_largest`."""
 
     def __post_init__(self) -> None:
@@ -190,9 +64,11 @@ class ImageSteps:
     def advance(self, table: SequenceTable) -> list[Failure]:
         """Take the images that are encoded, and start to encode others; return the sequences that were dropped."""
         failed: list[Failure] = []
-        tokens = 0  # that are encoded, and not needed yet
-        further = [each for each in table.sequences.values() if each.has_images and each.image_limit < NO_LIMIT]
-        for sequence in sorted(further, key=lambda each: not each.chunk):
+        tokens = 0  # of images that are being encoded, or were and are not taken yet
+        with_images_left = [
+            each for each in table.sequences.values() if each.has_images and each.image_limit < NO_LIMIT
+        ]
+        for sequence in sorted(with_images_left, key=lambda each: not each.chunk):
             try:
                 if (images := self._decoded(sequence)) is None:
                     continue
@@ -235,7 +111,7 @@ class ImageSteps:
         return all(each.tokens <= self.budget for each in self._encodings.values() if each.is_queued)
 
     def _rows(self, images: PromptImages) -> Tensor | None:
-        """Return the rows of the first picture that no chunk has needed; None if it is not encoded. Raises ImageError."""
+        """Return the rows of the next picture to take; None if it is not encoded. Raises ImageError."""
         digest, cached = images.pictures[images.following].digest, self.encoder.cached
         if (encoding := images.encodings.get(images.following)) is None:
             return cached.get(digest)
@@ -263,13 +139,13 @@ class ImageSteps:
         if (rows := reference()) is None:
             return  # the sequences that needed it were dropped
         try:
-            rows.set_result(self._beside(lambda: self.encoder.encode(rows.inputs.result(), rows.tokens)))
+            rows.set_result(self._on_own_stream(lambda: self.encoder.encode(rows.inputs.result(), rows.tokens)))
         except ImageError as error:
             rows.set_exception(error)
         except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
             rows.set_exception(NotEncoded(f"an image is not encoded: {typed_line(error)}"))
 
-    def _beside(self, encode: Callable[[], Tensor]) -> Tensor:
+    def _on_own_stream(self, encode: Callable[[], Tensor]) -> Tensor:
         """Return the rows that `encode` computes, on the stream of images, for the stream of the steps."""
         with torch.inference_mode():
             if self.device.type != "cuda":
@@ -320,15 +196,15 @@ class ImageSteps:
     def place_largest(self, rows: StepRows) -> None:
         """Put a large image into the first prompt of a step, to measure its memory and to compile the kernels that it needs."""
         row = rows.others[0]
-        encode = partial(self._beside, self.encoder.encode_largest)
-        beside = 0
+        encode = partial(self._on_own_stream, self.encoder.encode_largest)
+        temporary = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
         encoded = self._thread.submit(encode).result()[:, : row.length]
         if self.device.type == "cuda":
-            beside = torch.cuda.max_memory_allocated(self.device) - before
-        self.bytes_beside = beside + self.encoder.cached.most_bytes
+            temporary = torch.cuda.max_memory_allocated(self.device) - before
+        self.reserved_bytes = temporary + self.encoder.cached.most_bytes
         places = np.arange(encoded.shape[1])
         picture = Picture(b"", places, 0, len(places), Future)
         positions = np.tile(np.arange(row.length), (3, 1)) if self.encoder.rotates else None

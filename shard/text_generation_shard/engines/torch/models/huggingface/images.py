@@ -27,7 +27,7 @@ from text_generation_common.one_line import one_line
 from text_generation_common.progress import phase
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, NewSequence
-from text_generation_shard.engines.torch.engine.images import (
+from text_generation_shard.engines.torch.engine.prompt_images import (
     ImageError,
     Inputs,
     Picture,
@@ -82,8 +82,9 @@ class LibraryImages:
         """int64 [1, 3]: the size of images in patches, for their rotary positions."""
         self._files = LifoQueue[ImageFiles]()
         """The decoders that are free."""
-        for _ in range(WORKERS):
-            self._files.put(ImageFiles(_warn))
+        self._decoders = [ImageFiles(_warn) for _ in range(WORKERS)]
+        for each in self._decoders:
+            self._files.put(each)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
@@ -116,8 +117,8 @@ class LibraryImages:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        while not self._files.empty():
-            self._files.get().close()
+        for each in self._decoders:  # what is decoded by one of them fails
+            each.close()
 
     def _advance(
         self,
