@@ -47,8 +47,8 @@ MANY_TILES = 128
 
 @cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of high priority, so that it is done before the base product, which takes longer.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    # Of higher priority than the steps, so that it is done before the base product, which takes longer.
+    return torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]
 
 
 class GroupedRows:
