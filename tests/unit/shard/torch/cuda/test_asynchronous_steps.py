@@ -149,7 +149,8 @@ def test_a_step_that_raises_fails_its_sequences_after_the_previous_step_is_repor
     for _ in range(3):
         ahead.step()
     assert len(running.tokens) == 2
-    broken = ahead.admit((-(1 << 40), 3))  # no id that the wire can carry is harmful; this one raises
+    # No seed that the wire can carry makes a step raise; this one does.
+    broken = ahead.admit((2, 3), sampling=Sampling(greedy=False, seed=1 << 80))
     ahead.step()
     for stream in (broken, running):
         assert stream.failure is not None
