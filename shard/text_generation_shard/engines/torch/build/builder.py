@@ -148,6 +148,6 @@ def _prepare_gpu(device: torch.device, dtype: torch.dtype) -> None:
     # Split-K products add their parts in float32: in bfloat16 the logits of a small model are 10 % less accurate.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    # Graphs cannot be captured on the default stream; one thread does all steps of the engine, on this stream. They go before
-    # images that are encoded and copies of the host cache.
+    # Graphs cannot be captured on the default stream; one thread does all steps of the engine, on this stream. It has priority
+    # over those of images and of copies of the host cache.
     torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
