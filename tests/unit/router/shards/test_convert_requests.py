@@ -145,6 +145,14 @@ def test_a_prompt_of_no_earlier_placement_is_refused(prompt_of: int, prompt: tup
         shard_convert.orders_from_pb(pb.Orders(number=1, placements=placements))
 
 
+@pytest.mark.parametrize("unknown", [b"\x90\x01\x05", b"\x91\x01" + bytes(8), b"\x93\x01\x94\x01", b"\x9a\x06\x02xx"])
+def test_a_prompt_of_another_type_is_an_unknown_field(unknown: bytes) -> None:
+    """A number, eight bytes and a group with the number of the prompt; and bytes with another."""
+    split = b"\x92\x01\x04" + bytes((1, 0, 0, 0)) + unknown + b"\x95\x01" + b"\xff" * 4  # packed, then alone
+    assert [*received(pb.NewSequence.FromString(split)).prompt] == [1, 2**32 - 1]
+    assert [*received(pb.NewSequence.FromString(unknown)).prompt] == []
+
+
 def test_the_images_of_a_prompt_arrive_once_for_its_answers() -> None:
     media = pb.Media(offset=1, tokens=2, digest=b"d" * 32, data=b"file")
     placements = [pb.NewSequence(prompt=[1, 2, 2**32 - 1], media=[media]), pb.NewSequence(slot=1, prompt_of=1)]
