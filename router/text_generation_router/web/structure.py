@@ -20,6 +20,8 @@ MAX_DEPTH = 128
 
 _CHUNK = 1 << 18
 """Bytes that are searched for strings at once, without giving up the interpreter's lock."""
+_BYTES_PER_VALUE = 16
+"""A look at each value of a text with fewer takes longer than a search of the text."""
 _OTHER = bytes(set(range(256)) - set(b'"[]{},'))
 _STEPS = [0] * 256
 for _opening, _closing in (b"[]", b"{}"):
@@ -30,28 +32,32 @@ def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     """Return the value of a JSON text. Raises InvalidJson as `check_structure` does, and orjson.JSONDecodeError.
 
     Most texts have few brackets and commas, those in strings included: of these only the nesting of the value is left to check.
+    A value that is not used, as its key comes again, may then nest deeper.
     """
     containers = text.count(b"[") + text.count(b"{")
-    few = containers <= MAX_CONTAINERS and (len(text) < MAX_VALUES or containers + text.count(b",") <= MAX_VALUES)
-    if not few:
+    if containers <= MAX_DEPTH and len(text) < MAX_VALUES:
+        return orjson.loads(text)
+    values = containers + text.count(b",")
+    if containers > MAX_CONTAINERS or values > MAX_VALUES or values * _BYTES_PER_VALUE > len(text):
         check_structure(text)
+        return orjson.loads(text)
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         check_structure(text)
         raise
-    if few and containers > MAX_DEPTH and _is_deep(value):
+    if containers > MAX_DEPTH and _is_deep(value):
         check_structure(text)
     return value
 
 
 def _is_deep(value: Any) -> bool:  # noqa: ANN401 - any JSON value
     """Return True if an object or array is nested more than MAX_DEPTH levels deep."""
-    kinds = dict, list
+    kinds = frozenset((dict, list))
     level: list[Any] = [[value]]
     for _ in range(MAX_DEPTH + 1):
-        inner = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
-        if not (level := [each for each in inner if isinstance(each, kinds)]):
+        inner = chain.from_iterable(each.values() if type(each) is dict else each for each in level)
+        if not (level := [each for each in inner if type(each) in kinds]):
             return False
     return True
 

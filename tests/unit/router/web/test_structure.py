@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import orjson
@@ -72,6 +74,24 @@ def test_a_text_is_read_if_its_structure_may_be(before: bytes) -> None:
     assert load(before + brackets_in_string + after) == json.loads(before + brackets_in_string + after)
     with pytest.raises(orjson.JSONDecodeError):
         load(before + b'"' + after)
+
+
+@pytest.mark.parametrize("value", [b"1,", b"1234567,", b'"",', b"{},"])
+def test_the_check_of_many_small_values_takes_no_longer_than_a_search_of_the_text(value: bytes) -> None:
+    most = MAX_CONTAINERS // 2 if value == b"{}," else MAX_VALUES // 2
+    text = b"[" + b"[]," * (MAX_DEPTH + 1) + value * most + b"1]"
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+
+    def search() -> None:
+        check_structure(text)
+        orjson.loads(text)
+
+    ratios = (seconds(lambda: load(text)) / seconds(search) for _ in range(20))
+    assert any(ratio < 1.5 for ratio in ratios)
 
 
 def test_texts_inside_of_a_body_share_its_limits() -> None:
