@@ -4,6 +4,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Annotated, Any
 
 import numpy as np
@@ -78,14 +79,17 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True), WHOLE]
 
+_MANY = 64
+"""Fewer ids are validated as fast one by one."""
+
 
 def _packed(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:  # noqa: ANN401 - any JSON value
-    """Return token ids as an array. Valid ones take a tenth of the time in which each is validated."""
-    if isinstance(value, list):
+    """Return token ids as an array. Many valid ones take a tenth of the time in which each is validated."""
+    if isinstance(value, list) and len(value) >= _MANY:
         with suppress(TypeError, OverflowError):
             ids = array("I", value)
             # An array takes true and false for 1 and 0.
-            if not any(isinstance(value[at], bool) for at in np.flatnonzero(np.asarray(ids) < 2).tolist()):
+            if bool not in map(type, compress(value, (np.asarray(ids) < 2).tobytes())):
                 return ids
     return array("I", validate(value))
 

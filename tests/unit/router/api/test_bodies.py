@@ -51,6 +51,17 @@ def test_a_number_without_a_fraction_is_an_integer(number: object) -> None:
             validate(ids, CompletionBody)
 
 
+@pytest.mark.parametrize("place", [0, 500, 1000])
+@pytest.mark.parametrize("other", [True, False, -1, 2**32, 0.5, "1", None, [1]])
+def test_a_value_among_many_token_ids_that_is_none_is_refused(other: object, place: int) -> None:
+    ids: list[object] = [0, 1] * 250 + [2**32 - 1] * 500
+    assert validate({"prompt": ids}, CompletionBody).prompt == array("I", ids)  # type: ignore[arg-type]
+    ids.insert(place, other)
+    for prompt in (ids, [[1], ids]):
+        with pytest.raises(InvalidBody, match=r"`prompt"):
+            validate({"prompt": prompt}, CompletionBody)
+
+
 def test_other_numbers_of_such_a_body_stay_as_they_are() -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1.0, 2]}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
