@@ -37,8 +37,11 @@ def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     containers = text.count(b"[") + text.count(b"{")
     if containers <= MAX_DEPTH and len(text) < MAX_VALUES:
         return orjson.loads(text)
+    if containers > MAX_CONTAINERS:
+        _search(text)
+        return orjson.loads(text)
     values = containers + text.count(b",")
-    if containers > MAX_CONTAINERS or values > MAX_VALUES or values * _BYTES_PER_VALUE > len(text):
+    if values > MAX_VALUES or values * _BYTES_PER_VALUE > len(text):
         check_structure(text)
         return orjson.loads(text)
     try:
@@ -66,6 +69,11 @@ def check_structure(text: bytes | bytearray) -> None:
     """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b",") < MAX_VALUES:
         return
+    _search(text)
+
+
+def _search(text: bytes | bytearray) -> None:
+    """Check the structure of a text with many brackets or commas. Raises InvalidJson."""
     try:
         JsonTexts().check(text)
     except ValueError as error:
