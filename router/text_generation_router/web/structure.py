@@ -20,7 +20,7 @@ MAX_DEPTH = 128
 
 _CHUNK = 1 << 18
 """Bytes that are searched for strings at once, without giving up the interpreter's lock."""
-_BYTES_PER_VALUE = 16
+_BYTES_PER_VALUE = 8
 """A look at each value of a text with fewer takes longer than a search of the text."""
 _OTHER = bytes(set(range(256)) - set(b'"[]{},'))
 _STEPS = [0] * 256

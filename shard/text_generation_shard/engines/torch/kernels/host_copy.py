@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_STORING, _LOADING = 4, 7
-"""Programs. On an H200 stores run at 46 GB/s with 4 and with 8, loads at 38, 43 and 46 with 6, 7 and 8. With 16, steps beside stores
+_STORE_PROGRAMS, _LOAD_PROGRAMS = 4, 7
+"""On an H200 stores run at 46 GB/s with 4 and with 8, loads at 38, 43 and 46 with 6, 7 and 8. With 16, steps beside stores
 take 1.2 times as long."""
 _WORDS, _WARPS = 2048, 8
 """Words that a program copies at a time, and its warps."""
@@ -43,7 +43,7 @@ class BlockCopies:
         """
         on_gpu = self._factors.is_cuda
         sums = torch.empty(len(device), len(self._parts), dtype=torch.int64, pin_memory=on_gpu)
-        _copy_kernel[(_LOADING if is_load else _STORING,)](
+        _copy_kernel[(_LOAD_PROGRAMS if is_load else _STORE_PROGRAMS,)](
             self._host,
             self._table,
             self._factors,
