@@ -4,7 +4,7 @@ An object or array costs a hundred times its bytes when it is parsed, and a micr
 short text costs twenty times its bytes.
 """
 
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -20,60 +20,17 @@ MAX_DEPTH = 128
 
 _CHUNK = 1 << 18
 """Bytes that are searched for strings at once, without giving up the interpreter's lock."""
-_BYTES_PER_VALUE = 8
-"""A look at each value of a text with fewer takes longer than a search of the text."""
 _OTHER = bytes(set(range(256)) - set(b'"[]{},'))
 _STEPS = [0] * 256
 for _opening, _closing in (b"[]", b"{}"):
     _STEPS[_opening], _STEPS[_closing] = 1, -1
 
 
-def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value of a JSON text. Raises InvalidJson as `check_structure` does, and orjson.JSONDecodeError.
-
-    Most texts have few brackets and commas, those in strings included: of these only the nesting of the value is left to check.
-    A value that is not used, as its key comes again, may then nest deeper.
-    """
-    containers = text.count(b"[") + text.count(b"{")
-    if containers <= MAX_DEPTH and len(text) < MAX_VALUES:
-        return orjson.loads(text)
-    if containers > MAX_CONTAINERS:
-        _search(text)
-        return orjson.loads(text)
-    values = containers + text.count(b",")
-    if values > MAX_VALUES or values * _BYTES_PER_VALUE > len(text):
-        check_structure(text)
-        return orjson.loads(text)
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        check_structure(text)
-        raise
-    if containers > MAX_DEPTH and _is_deep(value):
-        check_structure(text)
-    return value
-
-
-def _is_deep(value: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Return True if an object or array is nested more than MAX_DEPTH levels deep."""
-    kinds = frozenset((dict, list))
-    level: list[Any] = [[value]]
-    for _ in range(MAX_DEPTH + 1):
-        inner = chain.from_iterable(each.values() if type(each) is dict else each for each in level)
-        if not (level := [each for each in inner if type(each) in kinds]):
-            return False
-    return True
-
-
 def check_structure(text: bytes | bytearray) -> None:
     """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
-    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b",") < MAX_VALUES:
+    few_values = len(text) < MAX_VALUES or text.count(b",") < MAX_VALUES
+    if few_values and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return
-    _search(text)
-
-
-def _search(text: bytes | bytearray) -> None:
-    """Check the structure of a text with many brackets or commas. Raises InvalidJson."""
     try:
         JsonTexts().check(text)
     except ValueError as error:
