@@ -64,7 +64,7 @@ class ImageSteps:
     def advance(self, table: SequenceTable) -> list[Failure]:
         """Take the images that are encoded, and start to encode others; return the sequences that were dropped."""
         failed: list[Failure] = []
-        tokens = 0  # of images that are being encoded, or were and are not taken yet
+        tokens = 0
         with_images_left = [
             each for each in table.sequences.values() if each.has_images and each.image_limit < NO_LIMIT
         ]
@@ -74,17 +74,9 @@ class ImageSteps:
                     continue
                 needed = sequence.computed + sequence.chunk
                 while images.limit < needed and (rows := self._rows(images)) is not None:
-                    if rows.shape[1] != (expected := len(images.pictures[images.following].places)):
-                        raise ImageError(f"an image has {expected} placeholders for {rows.shape[1]} rows")
                     images.encoded[images.following] = rows
                     images.following += 1
-                for number in range(images.following, len(images.pictures)):
-                    picture = images.pictures[number]
-                    if number not in images.encodings and picture.digest not in self.encoder.cached:
-                        if tokens and picture.start >= needed and tokens + len(picture.places) > self.budget:
-                            break
-                        images.encodings[number] = self._encoding(picture)
-                    tokens += len(picture.places) * (number in images.encodings)
+                tokens = self._begin(images, needed, tokens)
                 sequence.image_limit = images.limit
                 is_needed = images.limit < needed
                 sequence.pending_images = images.encodings.get(images.following) if is_needed else None
@@ -93,6 +85,20 @@ class ImageSteps:
                     raise
                 failed.append(table.drop(sequence, error.code, str(error)))
         return failed
+
+    def _begin(self, images: PromptImages, needed: int, tokens: int) -> int:
+        """Start to encode the images of a prompt that begin before `needed`, and others within the budget.
+
+        `tokens` of other prompts are being encoded, or were and are not taken yet; return their number with those of this one.
+        """
+        for number in range(images.following, len(images.pictures)):
+            picture = images.pictures[number]
+            if number not in images.encodings and picture.digest not in self.encoder.cached:
+                if tokens and picture.start >= needed and tokens + len(picture.places) > self.budget:
+                    break
+                images.encodings[number] = self._encoding(picture)
+            tokens += len(picture.places) * (number in images.encodings)
+        return tokens
 
     def hold(self, table: SequenceTable) -> bool:
         """Return True if all chunks wait for images and one of them is being encoded, none of more than `budget` tokens before it.
@@ -112,15 +118,18 @@ class ImageSteps:
 
     def _rows(self, images: PromptImages) -> Tensor | None:
         """Return the rows of the next picture to take; None if it is not encoded. Raises ImageError."""
-        digest, cached = images.pictures[images.following].digest, self.encoder.cached
+        picture, cached = images.pictures[images.following], self.encoder.cached
         if (encoding := images.encodings.get(images.following)) is None:
-            return cached.get(digest)
-        if not encoding.done():
-            return None
-        del images.encodings[images.following]
-        rows = encoding.result()
-        if digest not in cached:
-            cached.put(digest, rows)
+            rows = cached.get(picture.digest)
+        elif encoding.done():
+            del images.encodings[images.following]
+            rows = encoding.result()
+            if picture.digest not in cached:
+                cached.put(picture.digest, rows)
+        else:
+            rows = None
+        if rows is not None and rows.shape[1] != len(picture.places):
+            raise ImageError(f"an image has {len(picture.places)} placeholders for {rows.shape[1]} rows")
         return rows
 
     def _encoding(self, picture: Picture) -> EncodedRows:
