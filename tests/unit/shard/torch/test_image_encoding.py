@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from engine_driver import Driver
 from torch import Tensor
+from vision_engines import limits, small_vision, vision_engine
 from vision_models import Prompt, VisionModel, decoded, picture
 
-from text_generation_proto.values import FailureCode, WarmUpLimits
-from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines import build_engine
+from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.images import ImageSteps
 from text_generation_shard.engines.torch.engine.prompt_images import Picture, RowCache
@@ -24,16 +23,9 @@ from text_generation_shard.engines.torch.engine.prompt_images import Picture, Ro
 NEW_TOKENS = 4
 
 
-def limits() -> WarmUpLimits:
-    return WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=128)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[VisionModel, TorchEngine]:
-    vision = VisionModel("qwen3_vl", tmp_path_factory.mktemp("checkpoint"))
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
-    assert isinstance(engine, TorchEngine)
-    return vision, engine
+    return small_vision(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -165,8 +157,7 @@ def test_steps_go_on_beside_a_picture_behind_one_larger_than_the_budget(
 def test_a_chunk_that_ends_inside_a_picture_does_not_wait_for_the_next_one(tmp_path: Path) -> None:
     """It waits for orders, which come if steps go on."""
     vision = VisionModel("gemma3", tmp_path)  # one chunk must have all tokens of a picture
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
-    assert isinstance(engine, TorchEngine)
+    engine = vision_engine(vision)
     driver = Driver(engine, engine.warm_up(limits()))
     prompt = vision.prompt([picture(70, 45), picture(31, 90)])
     stream = driver.admit(prompt.ids, NEW_TOKENS, chunk=prompt.media[0].offset + 3, **decoded(engine, prompt))
@@ -300,8 +291,7 @@ def test_an_engine_is_closed_while_a_picture_is_decoded_again(
     small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     vision, _ = small
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
-    assert isinstance(engine, TorchEngine)
+    engine = vision_engine(vision)
     assert engine._images is not None
     encoder, may_decode = engine._images.encoder, threading.Event()
     inputs, driver = encoder._inputs, Driver(engine, engine.warm_up(limits()))

@@ -19,9 +19,10 @@ from PIL import Image, ImageOps
 from reference_kernels import reference_engine
 from tapes import Tapes
 from torch import Tensor
+from vision_engines import limits, small_vision, vision_engine
 from vision_models import Prompt, VisionModel, decoded, picture, vision_configs
 
-from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
+from text_generation_proto.values import FailureCode, Stopping
 from text_generation_router.media.layouts import FAMILIES as LAYOUTS
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders, StepResult
@@ -46,10 +47,6 @@ FEW = {"llava_onevision": 1}
 """Pictures of a prompt, where a family takes few."""
 
 
-def limits() -> WarmUpLimits:
-    return WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=128)
-
-
 @pytest.fixture(scope="module", params=[name if name in FAST else full(name) for name in NATIVE])
 def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     return VisionModel(request.param, tmp_path_factory.mktemp("checkpoint"))
@@ -63,8 +60,7 @@ def prompts(vision: VisionModel) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def engine(vision: VisionModel) -> TorchEngine:
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
-    assert isinstance(engine, TorchEngine)
+    engine = vision_engine(vision)
     assert engine.info.max_images
     return engine
 
@@ -198,10 +194,7 @@ def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionMod
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[VisionModel, TorchEngine]:
-    vision = VisionModel("qwen3_vl", tmp_path_factory.mktemp("checkpoint"))
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
-    assert isinstance(engine, TorchEngine)
-    return vision, engine
+    return small_vision(tmp_path_factory.mktemp("checkpoint"))
 
 
 def test_a_picture_that_cannot_be_used_fails_its_sequence_alone(small: tuple[VisionModel, TorchEngine]) -> None:
@@ -228,8 +221,7 @@ def test_a_picture_that_cannot_be_used_fails_its_sequence_alone(small: tuple[Vis
 
 def test_a_picture_whose_tokens_see_one_another_must_fit_a_step(tmp_path: Path) -> None:
     vision = VisionModel("gemma3", tmp_path)
-    engine = build_engine(ShardConfig(model_path=vision.folder, device="cpu", max_batch_size=6))
-    assert isinstance(engine, TorchEngine)
+    engine = vision_engine(vision)
     prompt = vision.prompt([picture(70, 45)])
     for most, reason in ((15, "an image has 16 tokens, and a step at most 15"), (16, None)):
         driver = Driver(engine, engine.warm_up(replace(limits(), max_batch_prefill_tokens=most)))
