@@ -234,15 +234,15 @@ runs take images where these are embeddings and nothing more: `llava`, `llava_ne
 `idefics3`, `internvl`, and `llama4`, which has no other.
 
 PNG, JPEG, WebP and GIF (first frame) are decoded in confined processes beside the shard, picture by picture in turns of the prompts. They
-are encoded beside the steps, on a stream of the device of their own. A chunk that reaches an image waits for it; sequences that decode wait too
-if there is no other chunk, and the image has at most `--max-batch-image-tokens` tokens. As many tokens of images are encoded ahead of the chunks
-that need them. Encoded images are kept by digest, up to 1 GiB on a GPU and 256 MiB on a CPU: a second turn with the same picture encodes nothing.
+are encoded beside the steps, on a stream of the device of their own, those that wait together. A chunk that reaches an image waits for
+it; sequences that decode wait too if there is no other chunk, and the image has at most `--max-batch-image-tokens` tokens. As many tokens
+of images are encoded ahead of the chunks that need them. Encoded images are kept by digest, up to 1 GiB on a GPU and 256 MiB on a CPU: a second turn with the same picture encodes nothing.
 Prefixes are reused as those of texts. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
 
 On one H200, 32 streams of one picture of 1,000 × 1,000 pixels and 128 new tokens each, twice, on a model of the shape of Qwen3-VL-8B, get
-1,785 to 1,818 tokens/s, and 4,280 to 4,310 in a second turn with the same pictures; vLLM 0.26 1,990 to 2,042, and 3,840 to 3,950
-(`python -m text_generation_bench.images --url … --rounds 2`; two machines, random weights). The first token comes after 333 to 381 ms in the
-median, vLLM's after 811 to 877; the last of 32 after 1.6 to 1.7 s, vLLM's after 1.2 to 1.3 s.
+1,901, 1,921 and 1,895 tokens/s, and 4,365 to 4,420 in a second turn with the same pictures; vLLM 0.26, in turns, 1,653, 1,922 and 2,035, and
+3,880 to 3,940 (`python -m text_generation_bench.images --url … --rounds 2`; random weights). The first token comes after 690 to 790 ms in
+the median, vLLM's after 780 to 1,080; the last of 32 after 1.4 to 1.5 s, vLLM's after 1.2 to 1.7 s.
 
 In Gemma 3, and in layers with a window of Gemma 4, the tokens of an image attend to one another in both directions. Such an image is
 computed in one step: chunks that end in it wait for its end, and `--max-batch-prefill-tokens` must be at least its tokens (256 in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from vision_models import Prompt, VisionModel, decoded, picture
 from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.images import ImageSteps
-from text_generation_shard.engines.torch.engine.prompt_images import Picture, RowCache
+from text_generation_shard.engines.torch.engine.prompt_images import EncodedRows, Picture, RowCache
 
 NEW_TOKENS = 4
 
@@ -43,15 +43,15 @@ class Gate:
     def __init__(self, encode: Callable[..., Tensor]) -> None:
         self._encode = encode
         self.tokens: list[int] = []
-        """Tokens of the pictures whose encoding has begun."""
+        """Tokens of the pictures whose encoding has begun, of each call."""
         self.open = threading.Event()
 
-    def __call__(self, inputs: object, tokens: int) -> Tensor:
+    def __call__(self, images: Sequence[object], tokens: int) -> Tensor:
         assert threading.current_thread() is not threading.main_thread()
         if tokens:  # else it is the warm-up
             self.tokens.append(tokens)
             assert self.open.wait(20)
-        return self._encode(inputs, tokens)
+        return self._encode(images, tokens)
 
 
 @pytest.fixture
@@ -209,9 +209,9 @@ def test_pictures_are_encoded_ahead_within_the_budget(
     driver.step()  # computes a token before the first picture
     wait(engine._table.sequences[stream.slot].images.encodings.values(), 20)
     driver.step()
-    assert gate.tokens == [tokens] * 2
+    assert sum(gate.tokens) == 2 * tokens
     driver.run()
-    assert gate.tokens == [tokens] * 4
+    assert sum(gate.tokens) == 4 * tokens
     assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
@@ -229,6 +229,41 @@ def test_a_picture_is_encoded_once_for_all_that_wait(small: tuple[VisionModel, T
     assert [stream.tokens for stream in streams[1:]] == [vision.greedy(prompt, NEW_TOKENS)] * 2
 
 
+@pytest.mark.parametrize("failing", [None, 2])
+def test_pictures_that_wait_are_encoded_together(
+    small: tuple[VisionModel, TorchEngine], images: ImageSteps, gate: Gate, failing: int | None
+) -> None:
+    vision, engine = small
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompts = [vision.prompt([picture(40, 60, seed)]) for seed in range(6)]
+    streams, pictures, encode = [], list[EncodedRows](), gate._encode
+    for prompt in prompts:
+        streams.append(driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)))
+        driver.step()
+        pictures += engine._table.sequences[streams[-1].slot].images.encodings.values()
+    wait([each.inputs for each in pictures], 20)
+
+    def encode_most(inputs: Sequence[object], tokens: int) -> Tensor:
+        if failing is not None and any(each is pictures[failing].inputs.result() for each in inputs):
+            raise RuntimeError("no")
+        return encode(inputs, tokens)
+
+    gate._encode = encode_most
+    gate.open.set()
+    driver.run()
+    tokens = prompts[0].media[0].tokens
+    most = images._thread._most_together // tokens
+    assert 1 < most < 5
+    assert gate.tokens[:2] == [tokens, most * tokens]
+    assert sum(gate.tokens) == (6 if failing is None else 6 + most) * tokens
+    for number, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+        if number == failing:
+            assert stream.failure is not None
+            assert (stream.failure.code, stream.tokens) == (FailureCode.STEP, [])
+        else:
+            assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+
+
 def test_an_encoder_that_fails_costs_those_that_wait_for_it(
     small: tuple[VisionModel, TorchEngine], images: ImageSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,8 +271,8 @@ def test_an_encoder_that_fails_costs_those_that_wait_for_it(
     driver = Driver(engine, engine.warm_up(limits()))
     prompt = vision.prompt([picture(31, 90)])  # no other test's, whose rows may still be there
 
-    def fail(inputs: object, tokens: int) -> Tensor:
-        raise RuntimeError(f"no {tokens}\nrows of {type(inputs).__name__}")
+    def fail(images: Sequence[object], tokens: int) -> Tensor:
+        raise RuntimeError(f"no {tokens}\nrows of {len(images)}")
 
     with monkeypatch.context() as patch:
         patch.setattr(images.encoder, "encode", fail)

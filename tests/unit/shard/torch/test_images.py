@@ -192,6 +192,23 @@ def test_a_second_turn_encodes_no_picture(engine: TorchEngine, vision: VisionMod
             tower.load_state_dict(kept)
 
 
+def test_pictures_of_a_form_are_encoded_together(engine: TorchEngine) -> None:
+    assert engine._images is not None
+    encoder = engine._images.encoder
+    files = [picture(*size, seed) for size in SIZES for seed in range(2)]
+    inputs = [encoder._inputs(data, 1) for data in files]
+    groups: dict[str, list[dict[str, Tensor]]] = {}
+    for each in inputs:
+        groups.setdefault(str([tensor.shape[1:] for tensor in each.values()]), []).append(each)
+    with torch.inference_mode():
+        for group in groups.values():
+            assert len(group) > 1
+            alone = torch.cat([encoder.encode([each], 0) for each in group], dim=1)
+            together = encoder.encode(group, 0)
+            assert together.shape == alone.shape
+            assert (together - alone).norm() <= 1e-5 * alone.norm()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[VisionModel, TorchEngine]:
     return small_vision(tmp_path_factory.mktemp("checkpoint"))

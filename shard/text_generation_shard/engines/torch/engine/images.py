@@ -1,18 +1,16 @@
 """The images of prompts: decoded and encoded beside the step loop, and given to the steps that compute them.
 
 A prompt has placeholder ids where its images are. `LibraryImages` of the models encodes an image to rows, which take the place of the
-embeddings of these ids, on a thread and a stream of the device of its own. A chunk waits until the images that it reaches are encoded;
+embeddings of these ids, beside the steps. A chunk waits until the images that it reaches are encoded;
 steps without prompts wait for one image, and go on beside one of more tokens than the budget. Images of later chunks are encoded
 ahead, as many tokens of them as the budget allows. Encoded images are kept by the digest of their files: the chunks of a prompt and
 the next turns of a chat share one.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -24,12 +22,11 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import Failure
 from text_generation_shard.engines.torch.attention.step import StepImages
 from text_generation_shard.engines.torch.device.copies import upload
+from text_generation_shard.engines.torch.engine.encoder_thread import EncoderThread
 from text_generation_shard.engines.torch.engine.prompt_images import (
     EncodedRows,
     ImageEncoder,
     ImageError,
-    Inputs,
-    NotEncoded,
     Picture,
     PromptImages,
 )
@@ -55,11 +52,9 @@ class ImageSteps:
     """Memory of the device for encoding beside the steps, and for the rows that are kept; measured by `place_largest`."""
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "image encoder")
+        self._thread = EncoderThread(self.encoder, self.device)
         self._encodings = WeakValueDictionary[bytes, EncodedRows]()
         """By digest, those of which a sequence needs the rows."""
-        if self.device.type == "cuda":
-            self._stream, self._steps = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)  # type: ignore[no-untyped-call]
 
     def advance(self, table: SequenceTable) -> list[Failure]:
         """Take the images that are encoded, and start to encode others; return the sequences that were dropped."""
@@ -137,33 +132,8 @@ class ImageSteps:
         rows = self._encodings.get(picture.digest)
         if rows is None or (rows.done() and rows.exception() is not None):
             rows = self._encodings[picture.digest] = EncodedRows(len(picture.places), picture.inputs())
-            rows.inputs.add_done_callback(partial(self._queue, ref(rows)))
+            self._thread.encode(rows)
         return rows
-
-    def _queue(self, reference: "ref[EncodedRows]", _: Future[Inputs]) -> None:
-        with suppress(RuntimeError):  # the engine is closed
-            self._thread.submit(self._encode, reference)
-
-    def _encode(self, reference: "ref[EncodedRows]") -> None:
-        if (rows := reference()) is None:
-            return  # the sequences that needed it were dropped
-        try:
-            rows.set_result(self._on_own_stream(lambda: self.encoder.encode(rows.inputs.result(), rows.tokens)))
-        except ImageError as error:
-            rows.set_exception(error)
-        except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
-            rows.set_exception(NotEncoded(f"an image is not encoded: {typed_line(error)}"))
-
-    def _on_own_stream(self, encode: Callable[[], Tensor]) -> Tensor:
-        """Return the rows that `encode` computes, on the stream of images, for the stream of the steps."""
-        with torch.inference_mode():
-            if self.device.type != "cuda":
-                return encode()
-            with torch.cuda.stream(self._stream):
-                rows = encode()
-            self._stream.synchronize()
-            rows.record_stream(self._steps)
-            return rows
 
     def of_step(
         self, rows: StepRows, prefills: Sequence[tuple[StepRow, int]], device: torch.device
@@ -205,14 +175,8 @@ class ImageSteps:
     def place_largest(self, rows: StepRows) -> None:
         """Put a large image into the first prompt of a step, to measure its memory and to compile the kernels that it needs."""
         row = rows.others[0]
-        encode = partial(self._on_own_stream, self.encoder.encode_largest)
-        temporary = 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-        encoded = self._thread.submit(encode).result()[:, : row.length]
-        if self.device.type == "cuda":
-            temporary = torch.cuda.max_memory_allocated(self.device) - before
+        encoded, temporary = self._thread.encode_largest()
+        encoded = encoded[:, : row.length]
         self.reserved_bytes = temporary + self.encoder.cached.most_bytes
         places = np.arange(encoded.shape[1])
         picture = Picture(b"", places, 0, len(places), Future)
@@ -222,7 +186,7 @@ class ImageSteps:
     def close(self) -> None:
         """Stop decoding and encoding."""
         self.encoder.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def _decoded(self, sequence: StepSequence) -> PromptImages | None:
         """Return the images of a sequence; None while they are decoded. Raises ImageError."""

@@ -1,6 +1,6 @@
 """The images of a prompt: their places in it, their rows, and the encoder that computes these."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -113,8 +113,8 @@ class ImageEncoder(Protocol):
     def decode(self, new: NewSequence) -> Future[PromptImages]:
         """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""
 
-    def encode(self, inputs: Inputs, tokens: int) -> Tensor:
-        """Return the rows [levels, tokens, hidden] of an image: in the place of embeddings, then what is added after each of the first layers."""
+    def encode(self, images: Sequence[Inputs], tokens: int) -> Tensor:
+        """Return the rows [levels, tokens, hidden] of images: in the place of embeddings, then what is added after each of the first layers."""
 
     def encode_largest(self) -> Tensor:
         """Return the rows of an image of the largest usual size."""

@@ -1,0 +1,117 @@
+"""The thread and the stream of the device on which images are encoded beside the steps."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from text_generation_common.one_line import typed_line
+from text_generation_shard.engines.torch.engine.prompt_images import (
+    EncodedRows,
+    ImageEncoder,
+    ImageError,
+    Inputs,
+    NotEncoded,
+)
+
+
+class EncoderThread:
+    """Encodes images in the order in which they are decoded; those that wait, together.
+
+    The operations of one image of 1,000 × 1,000 pixels took 27 ms to launch and 18 to compute with Qwen3-VL-8B on one H200.
+    """
+
+    def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
+        self._encoder = encoder
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "image encoder")
+        self._decoded = deque[ref[EncodedRows]]()
+        """The images that wait. Only the thread takes some away."""
+        self._most_together = 0
+        """Tokens of the image of which the memory was measured: so many may be encoded together."""
+        if device.type == "cuda":
+            self._stream, self._steps = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+
+    def encode(self, image: EncodedRows) -> None:
+        """Set the rows of an image once it is decoded, if it is still referred to."""
+        image.inputs.add_done_callback(partial(self._queue, ref(image)))
+
+    def encode_largest(self) -> tuple[Tensor, int]:
+        """Return the rows of a large image, and the bytes of the device that its encoding took."""
+        temporary = 0
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+        (rows,) = self._thread.submit(self._on_own_stream, lambda: [self._encoder.encode_largest()]).result()
+        if self._device.type == "cuda":
+            temporary = torch.cuda.max_memory_allocated(self._device) - before
+        self._most_together = rows.shape[1]
+        return rows, temporary
+
+    def close(self) -> None:
+        """Encode no more images."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _queue(self, image: "ref[EncodedRows]", _: Future[Inputs]) -> None:
+        self._decoded.append(image)
+        with suppress(RuntimeError):  # the engine is closed
+            self._thread.submit(self._encode_next)
+
+    def _encode_next(self) -> None:
+        """Encode the image that waits for longest, if there is one, and those behind it."""
+        images: list[EncodedRows] = []
+        while self._decoded:
+            image = self._decoded[0]()  # None if the sequences that needed it were dropped
+            if image is not None and (error := image.inputs.exception()) is not None:
+                image.set_exception(error)
+            elif image is not None:
+                if images and not self._fit([*images, image]):
+                    break
+                images.append(image)
+            self._decoded.popleft()
+        if images:
+            self._encode(images)
+
+    def _fit(self, images: Sequence[EncodedRows]) -> bool:
+        """Return True if images can be encoded together: their inputs have the same sizes behind the first dimension."""
+        forms = [{name: each.shape[1:] for name, each in image.inputs.result().items()} for image in images[-2:]]
+        return forms[0] == forms[1] and sum(each.tokens for each in images) <= self._most_together
+
+    def _encode(self, images: Sequence[EncodedRows]) -> None:
+        """Encode images together; one by one after an error, which one of them may have caused."""
+        try:
+            found = self._on_own_stream(lambda: self._rows(images))
+        except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
+            if len(images) > 1:
+                for image in images:
+                    self._encode([image])
+            elif isinstance(error, ImageError):
+                images[0].set_exception(error)
+            else:
+                images[0].set_exception(NotEncoded(f"an image is not encoded: {typed_line(error)}"))
+        else:
+            for image, rows in zip(images, found, strict=True):
+                image.set_result(rows)
+
+    def _rows(self, images: Sequence[EncodedRows]) -> list[Tensor]:
+        tokens = [each.tokens for each in images]
+        rows = self._encoder.encode([each.inputs.result() for each in images], sum(tokens))
+        # Each is kept and freed by itself.
+        return [rows] if len(images) == 1 else [part.clone() for part in torch.split(rows, tokens, dim=1)]
+
+    def _on_own_stream(self, encode: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the rows that `encode` computes on the stream of images, for the stream of the steps."""
+        with torch.inference_mode():
+            if self._device.type != "cuda":
+                return encode()
+            with torch.cuda.stream(self._stream):
+                found = encode()
+            self._stream.synchronize()
+            for rows in found:
+                rows.record_stream(self._steps)
+            return found
