@@ -7,14 +7,16 @@ gives each body pages of its own, which go back at once.
 import ctypes
 import gc
 
-MAPPED_BYTES = 1 << 17
-"""Blocks from this size on have pages of their own."""
+MAPPED_BYTES = 1 << 20
+"""Blocks from this size on have pages of their own. With 128 KiB the copies of a prompt of 100,000 tokens cost 2,200 page faults."""
+KEPT_BYTES = 16 << 20
+"""Freed memory at the end of a heap that is not given back."""
 HEAPS = 2
 """Heaps of glibc; its default of eight for each core would each keep its own free memory."""
 NEWEST_OBJECTS = 5000
 """Objects among which cycles are searched at a time: a millisecond or two."""
 
-_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def configure_allocator() -> None:
@@ -22,6 +24,7 @@ def configure_allocator() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         library.mallopt(_ARENA_MAX, HEAPS)
 
 

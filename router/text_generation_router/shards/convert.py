@@ -103,21 +103,21 @@ def _add_sequence(
         no_drafts="drafts" in request.without,
     )
     if not prompt_of:
-        known = array("I", request.prompt) + array("I", placement.generated)
-        sequence.MergeFromString(_written(pb.NewSequence.PROMPT_FIELD_NUMBER, known.tobytes()))
+        sequence.MergeFromString(_written(pb.NewSequence.PROMPT_FIELD_NUMBER, request.prompt, placement.generated))
     return sequence
 
 
-def _written(field: int, numbers: bytes) -> bytes:
+def _written(field: int, *parts: Sequence[int]) -> bytes:
     """Return a field of fixed32 as protobuf writes it. 100,000 numbers take 0.1 ms so, and 5 to 10 ms if they are given one by one."""
+    numbers = [part if isinstance(part, array) else array("I", part) for part in parts]
     head = bytearray()
-    for value in (field << 3 | 2, len(numbers)):
+    for value in (field << 3 | 2, 4 * sum(map(len, numbers))):
         left = value
         while left > 0x7F:
             head.append(left & 0x7F | 0x80)
             left >>= 7
         head.append(left)
-    return bytes(head) + numbers
+    return b"".join((head, *numbers))
 
 
 @lru_cache(maxsize=1024)
