@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
+import torch
 from engine_driver import Driver
 from torch import Tensor
 from vision_engines import limits, small_vision, vision_engine
@@ -264,6 +266,34 @@ def test_pictures_that_wait_are_encoded_together(
             assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
+def test_pictures_are_encoded_one_by_one_when_the_memory_of_the_attempt_is_free(
+    images: ImageSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, kept = threading.Event(), threading.Event(), WeakSet[Tensor]()
+    calls: list[tuple[int, int]] = []
+
+    def encode(inputs: Sequence[object], tokens: int) -> Tensor:
+        begun.set()
+        assert may_end.wait(20)
+        calls.append((len(inputs), len(kept)))
+        activations = torch.zeros(1, tokens, 4)
+        if len(inputs) > 1:
+            kept.add(activations)
+            raise torch.OutOfMemoryError("no memory")
+        return activations
+
+    monkeypatch.setattr(images.encoder, "encode", encode)
+    monkeypatch.setattr(images._thread, "_most_together", 8)
+    pictures = [EncodedRows(2, Future[dict[str, Tensor]]()) for _ in range(5)]
+    for each in pictures:
+        images._thread.encode(each)
+        each.inputs.set_result({"pixel_values": torch.zeros(2, 3)})
+        assert begun.wait(20)
+    may_end.set()
+    assert [each.result(20).shape[1] for each in pictures] == [2] * 5
+    assert calls == [(1, 0), (4, 0), *[(1, 0)] * 4]
+
+
 def test_an_encoder_that_fails_costs_those_that_wait_for_it(
     small: tuple[VisionModel, TorchEngine], images: ImageSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,11 +304,18 @@ def test_an_encoder_that_fails_costs_those_that_wait_for_it(
     def fail(images: Sequence[object], tokens: int) -> Tensor:
         raise RuntimeError(f"no {tokens}\nrows of {len(images)}")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(images.encoder, "encode", fail)
-        failed = [driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)) for _ in range(2)]
-        other = driver.admit((9, 8, 7), 8)
-        driver.run()
+    gc.collect()
+    gc.disable()  # what failed is freed at once
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(images.encoder, "encode", fail)
+            failed = [driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)) for _ in range(2)]
+            other = driver.admit((9, 8, 7), 8)
+            driver.run()
+        images._thread._thread.submit(int).result()  # the thread has left the pictures
+        assert not any(isinstance(each, EncodedRows | Picture) for each in gc.get_objects())
+    finally:
+        gc.enable()
     for each in failed:
         assert each.failure is not None
         assert each.failure.code is FailureCode.STEP

@@ -87,16 +87,18 @@ class EncoderThread:
         try:
             found = self._on_own_stream(lambda: self._rows(images))
         except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
-            if len(images) > 1:
-                for image in images:
-                    self._encode([image])
-            elif isinstance(error, ImageError):
-                images[0].set_exception(error)
-            else:
-                images[0].set_exception(NotEncoded(f"an image is not encoded: {typed_line(error)}"))
+            if len(images) == 1:
+                is_own = isinstance(error, ImageError)
+                failure = error if is_own else NotEncoded(f"an image is not encoded: {typed_line(error)}")
+                images[0].set_exception(failure.with_traceback(None))
+                return
         else:
             for image, rows in zip(images, found, strict=True):
                 image.set_result(rows)
+            return
+        # Behind the handler: while the error exists, its frames keep the memory that the images took together.
+        for image in images:
+            self._encode([image])
 
     def _rows(self, images: Sequence[EncodedRows]) -> list[Tensor]:
         tokens = [each.tokens for each in images]

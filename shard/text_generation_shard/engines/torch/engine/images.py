@@ -79,6 +79,8 @@ class ImageSteps:
                 if error.code is FailureCode.STEP and self.is_device_broken():
                     raise
                 failed.append(table.drop(sequence, error.code, str(error)))
+                # Its frames refer to the future that has it: memory that only a search for cycles would free.
+                error.__traceback__ = None
         return failed
 
     def _begin(self, images: PromptImages, needed: int, tokens: int) -> int:
