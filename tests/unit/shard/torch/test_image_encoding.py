@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
 
 import pytest
-import torch
 from engine_driver import Driver
 from torch import Tensor
 from vision_engines import limits, small_vision, vision_engine
@@ -42,13 +40,13 @@ def images(small: tuple[VisionModel, TorchEngine], monkeypatch: pytest.MonkeyPat
 class Gate:
     """Encoding waits until the gate is opened."""
 
-    def __init__(self, encode: Callable[..., Tensor]) -> None:
+    def __init__(self, encode: Callable[..., list[Tensor]]) -> None:
         self._encode = encode
         self.tokens: list[int] = []
         """Tokens of the pictures whose encoding has begun, of each call."""
         self.open = threading.Event()
 
-    def __call__(self, images: Sequence[object], tokens: int) -> Tensor:
+    def __call__(self, images: Sequence[object], tokens: int) -> list[Tensor]:
         assert threading.current_thread() is not threading.main_thread()
         if tokens:  # else it is the warm-up
             self.tokens.append(tokens)
@@ -245,7 +243,7 @@ def test_pictures_that_wait_are_encoded_together(
         pictures += engine._table.sequences[streams[-1].slot].images.encodings.values()
     wait([each.inputs for each in pictures], 20)
 
-    def encode_most(inputs: Sequence[object], tokens: int) -> Tensor:
+    def encode_most(inputs: Sequence[object], tokens: int) -> list[Tensor]:
         if failing is not None and any(each is pictures[failing].inputs.result() for each in inputs):
             raise RuntimeError("no")
         return encode(inputs, tokens)
@@ -254,7 +252,7 @@ def test_pictures_that_wait_are_encoded_together(
     gate.open.set()
     driver.run()
     tokens = prompts[0].media[0].tokens
-    most = images._thread._most_together // tokens
+    most = images._thread._most_values // pictures[0].inputs.result()["pixel_values"].numel()
     assert 1 < most < 5
     assert gate.tokens[:2] == [tokens, most * tokens]
     assert sum(gate.tokens) == (6 if failing is None else 6 + most) * tokens
@@ -266,32 +264,31 @@ def test_pictures_that_wait_are_encoded_together(
             assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
 
 
-def test_pictures_are_encoded_one_by_one_when_the_memory_of_the_attempt_is_free(
-    images: ImageSteps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may_end, kept = threading.Event(), threading.Event(), WeakSet[Tensor]()
-    calls: list[tuple[int, int]] = []
-
-    def encode(inputs: Sequence[object], tokens: int) -> Tensor:
-        begun.set()
-        assert may_end.wait(20)
-        calls.append((len(inputs), len(kept)))
-        activations = torch.zeros(1, tokens, 4)
-        if len(inputs) > 1:
-            kept.add(activations)
-            raise torch.OutOfMemoryError("no memory")
-        return activations
-
-    monkeypatch.setattr(images.encoder, "encode", encode)
-    monkeypatch.setattr(images._thread, "_most_together", 8)
-    pictures = [EncodedRows(2, Future[dict[str, Tensor]]()) for _ in range(5)]
-    for each in pictures:
-        images._thread.encode(each)
-        each.inputs.set_result({"pixel_values": torch.zeros(2, 3)})
-        assert begun.wait(20)
-    may_end.set()
-    assert [each.result(20).shape[1] for each in pictures] == [2] * 5
-    assert calls == [(1, 0), (4, 0), *[(1, 0)] * 4]
+def test_pictures_encoded_together_get_their_own_rows_whatever_the_prompts_have(tmp_path: Path) -> None:
+    """One has a placeholder too many, and one too few: together they have as many as rows."""
+    vision = VisionModel("mistral3", tmp_path)
+    engine = vision_engine(vision)
+    images = engine._images
+    assert images is not None
+    gate = images.encoder.encode = Gate(images.encoder.encode)
+    driver = Driver(engine, engine.warm_up(limits()))
+    prompts = [vision.prompt([picture(112, 56, seed)]) for seed in range(4)]
+    for number, more in ((1, 1), (3, -1)):
+        media, ids = prompts[number].media[0], list(prompts[number].ids)
+        ids[media.offset : media.end] = [ids[media.offset]] * (media.tokens + more)
+        prompts[number] = Prompt(tuple(ids), (replace(media, tokens=media.tokens + more),))
+    images._thread._most_values *= 4
+    streams = []
+    for prompt in prompts:
+        streams.append(driver.admit(prompt.ids, NEW_TOKENS, **decoded(engine, prompt)))
+        driver.step()
+    gate.open.set()
+    driver.run()
+    assert gate.tokens == [8, 24]
+    for prompt, stream in zip(prompts[::2], streams[::2], strict=True):
+        assert stream.tokens == vision.greedy(prompt, NEW_TOKENS)
+    messages = [stream.failure and stream.failure.message for stream in streams[1::2]]
+    assert messages == [f"an image has {number} placeholders for 8 rows" for number in (9, 7)]
 
 
 def test_an_encoder_that_fails_costs_those_that_wait_for_it(
@@ -301,7 +298,7 @@ def test_an_encoder_that_fails_costs_those_that_wait_for_it(
     driver = Driver(engine, engine.warm_up(limits()))
     prompt = vision.prompt([picture(31, 90)])  # no other test's, whose rows may still be there
 
-    def fail(images: Sequence[object], tokens: int) -> Tensor:
+    def fail(images: Sequence[object], tokens: int) -> list[Tensor]:
         raise RuntimeError(f"no {tokens}\nrows of {len(images)}")
 
     gc.collect()

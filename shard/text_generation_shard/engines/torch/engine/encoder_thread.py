@@ -26,14 +26,16 @@ class EncoderThread:
     The operations of one image of 1,000 × 1,000 pixels took 27 ms to launch and 18 to compute with Qwen3-VL-8B on one H200.
     """
 
-    def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
+    def __init__(self, encoder: ImageEncoder, device: torch.device, budget: int) -> None:
         self._encoder = encoder
         self._device = device
         self._thread = ThreadPoolExecutor(1, "image encoder")
         self._decoded = deque[ref[EncodedRows]]()
         """The images that wait. Only the thread takes some away."""
-        self._most_together = 0
-        """Tokens of the image of which the memory was measured: so many may be encoded together."""
+        self._most_tokens = budget
+        """Tokens of images that are encoded together: steps may wait for all of them."""
+        self._most_values = 0
+        """Values of the pixels of images that are encoded together: those of the image whose memory was measured."""
         if device.type == "cuda":
             self._stream, self._steps = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
 
@@ -47,10 +49,11 @@ class EncoderThread:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
-        (rows,) = self._thread.submit(self._on_own_stream, lambda: [self._encoder.encode_largest()]).result()
+        inputs = self._encoder.largest()
+        (rows,) = self._thread.submit(self._on_own_stream, lambda: self._encoder.encode([inputs], 0)).result()
         if self._device.type == "cuda":
             temporary = torch.cuda.max_memory_allocated(self._device) - before
-        self._most_together = rows.shape[1]
+        self._most_values = _values(inputs)
         return rows, temporary
 
     def close(self) -> None:
@@ -78,9 +81,14 @@ class EncoderThread:
             self._encode(images)
 
     def _fit(self, images: Sequence[EncodedRows]) -> bool:
-        """Return True if images can be encoded together: their inputs have the same sizes behind the first dimension."""
-        forms = [{name: each.shape[1:] for name, each in image.inputs.result().items()} for image in images[-2:]]
-        return forms[0] == forms[1] and sum(each.tokens for each in images) <= self._most_together
+        """Return True if images can be encoded together: their inputs have the same sizes behind the first dimension.
+
+        The tokens alone do not limit the memory: LLaVA-NeXT drops rows of thin images.
+        """
+        inputs = [image.inputs.result() for image in images]
+        forms = [{name: each.shape[1:] for name, each in values.items()} for values in inputs[-2:]]
+        tokens, values = sum(each.tokens for each in images), sum(map(_values, inputs))
+        return forms[0] == forms[1] and tokens <= self._most_tokens and values <= self._most_values
 
     def _encode(self, images: Sequence[EncodedRows]) -> None:
         """Encode images together; one by one after an error, which one of them may have caused."""
@@ -101,10 +109,7 @@ class EncoderThread:
             self._encode([image])
 
     def _rows(self, images: Sequence[EncodedRows]) -> list[Tensor]:
-        tokens = [each.tokens for each in images]
-        rows = self._encoder.encode([each.inputs.result() for each in images], sum(tokens))
-        # Each is kept and freed by itself.
-        return [rows] if len(images) == 1 else [part.clone() for part in torch.split(rows, tokens, dim=1)]
+        return self._encoder.encode([each.inputs.result() for each in images], sum(each.tokens for each in images))
 
     def _on_own_stream(self, encode: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return the rows that `encode` computes on the stream of images, for the stream of the steps."""
@@ -117,3 +122,7 @@ class EncoderThread:
             for rows in found:
                 rows.record_stream(self._steps)
             return found
+
+
+def _values(inputs: Inputs) -> int:
+    return inputs["pixel_values"].numel()

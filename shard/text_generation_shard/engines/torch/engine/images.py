@@ -52,7 +52,7 @@ class ImageSteps:
     """Memory of the device for encoding beside the steps, and for the rows that are kept; measured by `place_largest`."""
 
     def __post_init__(self) -> None:
-        self._thread = EncoderThread(self.encoder, self.device)
+        self._thread = EncoderThread(self.encoder, self.device, self.budget)
         self._encodings = WeakValueDictionary[bytes, EncodedRows]()
         """By digest, those of which a sequence needs the rows."""
 

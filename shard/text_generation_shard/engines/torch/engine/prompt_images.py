@@ -113,11 +113,14 @@ class ImageEncoder(Protocol):
     def decode(self, new: NewSequence) -> Future[PromptImages]:
         """Decode the images of a sequence beside the engine. Fails with ImageError. May be called from any thread."""
 
-    def encode(self, images: Sequence[Inputs], tokens: int) -> Tensor:
-        """Return the rows [levels, tokens, hidden] of images: in the place of embeddings, then what is added after each of the first layers."""
+    def encode(self, images: Sequence[Inputs], tokens: int) -> list[Tensor]:
+        """Return the rows [levels, tokens, hidden] of each image: in the place of embeddings, then what is added after each of the first layers.
 
-    def encode_largest(self) -> Tensor:
-        """Return the rows of an image of the largest usual size."""
+        `tokens`: those of all, by the prompts, which may be wrong.
+        """
+
+    def largest(self) -> Inputs:
+        """Return the arguments of `encode` for an image of the largest usual size."""
 
     def close(self) -> None:
         """Stop decoding."""

@@ -92,28 +92,29 @@ class LibraryImages:
         self._pool.submit(self._advance, self._decoded(new), ref(images))
         return images
 
-    def encode(self, images: Sequence[Inputs], tokens: int) -> Tensor:
+    def encode(self, images: Sequence[Inputs], tokens: int) -> list[Tensor]:
         # The library drops the dimension of one row of Pixtral's, not of two.
-        if is_single := tokens == 1:
-            images = [*images, *images]
-        dtype, parts = self._model.dtype, [self._pixels.ended(each, self._device) for each in images]
+        given = [*images, *images] if tokens == 1 else images
+        dtype, parts = self._model.dtype, [self._pixels.ended(each, self._device) for each in given]
         inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.items()}
         if "image_grid_thw" in inputs and self._model.config.model_type not in LENGTHS_ON_DEVICE:
             # Each layer reads the lengths of sequences; in the device's memory it would wait for the layer before.
-            lengths = [int(each["image_grid_thw"].prod()) for each in images]
+            lengths = [int(each["image_grid_thw"].prod()) for each in given]
             inputs["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         output = self._model.get_image_features(**inputs)
         added = getattr(output, "deepstack_features", None) or ()
         rows = output.pooler_output
         if rows is None:  # Llama 4 projects them later
             rows = self._model.multi_modal_projector(output.last_hidden_state)
-        encoded = torch.stack([_rows(rows), *map(_rows, added)])
-        return encoded[:, : encoded.shape[1] // 2] if is_single else encoded
+        counts = _counts(rows, given)
+        levels = [torch.split(_rows(each), counts) for each in (rows, *added)]
+        # Those of each image have memory of their own, which is freed with them.
+        return [torch.stack(each) for each in zip(*levels, strict=True)][: len(images)]
 
-    def encode_largest(self) -> Tensor:
+    def largest(self) -> Inputs:
         side = LARGEST_SIDE[self._device.type]
-        return self.encode([self._pixels.begun(Image.new("RGB", (side, side)))], 0)
+        return self._pixels.begun(Image.new("RGB", (side, side)))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -213,9 +214,17 @@ def _warn(refused: str) -> None:
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the rows [tokens, hidden] of an image, or of its tiles in order."""
+    """Return the rows [tokens, hidden] of images, or of their tiles, in order."""
     parts = [features] if isinstance(features, Tensor) else features
     return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _counts(features: Tensor | Sequence[Tensor], images: Sequence[Inputs]) -> list[int]:
+    """Return the number of rows of each image."""
+    if len(features) == len(images):  # one part for each
+        return [part.shape[:-1].numel() for part in features]
+    assert isinstance(features, Tensor)  # [tiles, tokens, hidden]
+    return [each["pixel_values"].shape[0] * features.shape[1] for each in images]
 
 
 def load_images(config: ShardConfig, dtype: torch.dtype, device: torch.device) -> LibraryImages:
