@@ -234,9 +234,10 @@ runs take images where these are embeddings and nothing more: `llava`, `llava_ne
 `idefics3`, `internvl`, and `llama4`, which has no other.
 
 PNG, JPEG, WebP and GIF (first frame) are decoded in confined processes beside the shard, picture by picture in turns of the prompts. They
-are encoded beside the steps, on a stream of the device of their own, those that wait together. A chunk that reaches an image waits for
-it; sequences that decode wait too if there is no other chunk, and the image has at most `--max-batch-image-tokens` tokens. As many tokens
-of images are encoded ahead of the chunks that need them. Encoded images are kept by digest, up to 1 GiB on a GPU and 256 MiB on a CPU: a second turn with the same picture encodes nothing.
+are encoded beside the steps, on a stream of the device of their own: those that wait together, up to the pixels of one of 2,048 × 2,048, so
+one by one if the model gives all images that size. A chunk that reaches an image waits for it; sequences that decode wait too if there
+is no other chunk, and the image has at most `--max-batch-image-tokens` tokens. As many tokens of images are encoded ahead of the chunks
+that need them. Encoded images are kept by digest, up to 1 GiB on a GPU and 256 MiB on a CPU: a second turn with the same picture encodes nothing.
 Prefixes are reused as those of texts. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
 
 On one H200, 32 streams of one picture of 1,000 × 1,000 pixels and 128 new tokens each, twice, on a model of the shape of Qwen3-VL-8B, get

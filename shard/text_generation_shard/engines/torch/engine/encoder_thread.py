@@ -30,14 +30,14 @@ class EncoderThread:
         self._encoder = encoder
         self._device = device
         self._thread = ThreadPoolExecutor(1, "image encoder")
-        self._decoded = deque[ref[EncodedRows]]()
+        self._waiting = deque[ref[EncodedRows]]()
         """The images that wait. Only the thread takes some away."""
         self._most_tokens = budget
         """Tokens of images that are encoded together: steps may wait for all of them."""
         self._most_values = 0
         """Values of the pixels of images that are encoded together: those of the image whose memory was measured."""
         if device.type == "cuda":
-            self._stream, self._steps = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+            self._stream, self._steps_stream = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
 
     def encode(self, image: EncodedRows) -> None:
         """Set the rows of an image once it is decoded, if it is still referred to."""
@@ -61,26 +61,26 @@ class EncoderThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _queue(self, image: "ref[EncodedRows]", _: Future[Inputs]) -> None:
-        self._decoded.append(image)
+        self._waiting.append(image)
         with suppress(RuntimeError):  # the engine is closed
             self._thread.submit(self._encode_next)
 
     def _encode_next(self) -> None:
         """Encode the image that waits for longest, if there is one, and those behind it."""
         images: list[EncodedRows] = []
-        while self._decoded:
-            image = self._decoded[0]()  # None if the sequences that needed it were dropped
+        while self._waiting:
+            image = self._waiting[0]()  # None if the sequences that needed it were dropped
             if image is not None and (error := image.inputs.exception()) is not None:
                 image.set_exception(error)
             elif image is not None:
-                if images and not self._fit([*images, image]):
+                if images and not self._fit_together([*images, image]):
                     break
                 images.append(image)
-            self._decoded.popleft()
+            self._waiting.popleft()
         if images:
             self._encode(images)
 
-    def _fit(self, images: Sequence[EncodedRows]) -> bool:
+    def _fit_together(self, images: Sequence[EncodedRows]) -> bool:
         """Return True if images can be encoded together: their inputs have the same sizes behind the first dimension.
 
         The tokens alone do not limit the memory: LLaVA-NeXT drops rows of thin images.
@@ -120,7 +120,7 @@ class EncoderThread:
                 found = encode()
             self._stream.synchronize()
             for rows in found:
-                rows.record_stream(self._steps)
+                rows.record_stream(self._steps_stream)
             return found
 
 

@@ -4,6 +4,7 @@ Images are decoded in child processes and processed by Pillow, on threads beside
 """
 
 import hashlib
+import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from queue import LifoQueue
+from threading import Semaphore
 from typing import Any
 from weakref import ref
 
@@ -50,9 +52,11 @@ from text_generation_shard.grammar import lower_priority
 from text_generation_shard.image_files import ImageFiles
 from text_generation_shard.json_object import JsonObject
 
-WORKERS = 2
-"""Images that are decoded and processed at a time. They take the interpreter from the thread that encodes: among 32 requests with
-images of 1,000 × 1,000 pixels at once the first one was encoded after 290 ms with eight, 60 to 70 with two, on a host of 16 cores."""
+WORKERS = min(max(len(os.sched_getaffinity(0)) // 2, 2), 8)
+"""Images that are decoded at a time, in processes."""
+PROCESSED = 2
+"""Decoded images that are processed at a time. They take the interpreter from the thread that encodes: among 32 requests with images
+of 1,000 × 1,000 pixels at once the first one was encoded after 290 ms with eight, 60 to 70 with two, on a host of 16 cores."""
 MAX_GRIDS = 1 << 14
 """Most images of which the size in patches is kept."""
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -85,6 +89,7 @@ class LibraryImages:
         self._decoders = [ImageFiles(_warn) for _ in range(WORKERS)]
         for each in self._decoders:
             self._files.put(each)
+        self._may_process = Semaphore(PROCESSED)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
@@ -175,7 +180,8 @@ class LibraryImages:
                 size, pixels = files.decode(data)
             finally:
                 self._files.put(files)
-            return self._pixels.begun(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
+            with self._may_process:
+                return self._pixels.begun(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds
             raise UnreadableImage(f"image {number} cannot be read: {one_line(error)}") from None
 
