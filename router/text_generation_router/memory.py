@@ -1,7 +1,7 @@
 """The memory of the router: large bodies go back to the system, and garbage collection is rare.
 
 glibc keeps freed memory in its heaps, and after the first large free it takes large blocks from there, too. A fixed limit
-gives each body pages of its own, which go back at once.
+gives each body of a mebibyte and more pages of its own, which go back at once.
 """
 
 import ctypes
