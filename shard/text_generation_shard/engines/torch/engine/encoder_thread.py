@@ -53,7 +53,7 @@ class EncoderThread:
         (rows,) = self._thread.submit(self._on_own_stream, lambda: self._encoder.encode([inputs], 0)).result()
         if self._device.type == "cuda":
             temporary = torch.cuda.max_memory_allocated(self._device) - before
-        self._most_values = _values(inputs)
+        self._most_values = inputs["pixel_values"].numel()
         return rows, temporary
 
     def close(self) -> None:
@@ -66,29 +66,27 @@ class EncoderThread:
             self._thread.submit(self._encode_next)
 
     def _encode_next(self) -> None:
-        """Encode the image that waits for longest, if there is one, and those behind it."""
+        """Encode the image that waits for longest, if there is one, and those behind it that can be encoded with it.
+
+        The tokens alone do not limit the memory: LLaVA-NeXT drops rows of thin images.
+        """
         images: list[EncodedRows] = []
+        tokens = values = 0
         while self._waiting:
             image = self._waiting[0]()  # None if the sequences that needed it were dropped
             if image is not None and (error := image.inputs.exception()) is not None:
                 image.set_exception(error)
             elif image is not None:
-                if images and not self._fit_together([*images, image]):
+                inputs = image.inputs.result()
+                tokens += image.tokens
+                values += inputs["pixel_values"].numel()
+                is_too_much = tokens > self._most_tokens or values > self._most_values
+                if images and (is_too_much or _form(inputs) != _form(images[0].inputs.result())):
                     break
                 images.append(image)
             self._waiting.popleft()
         if images:
             self._encode(images)
-
-    def _fit_together(self, images: Sequence[EncodedRows]) -> bool:
-        """Return True if images can be encoded together: their inputs have the same sizes behind the first dimension.
-
-        The tokens alone do not limit the memory: LLaVA-NeXT drops rows of thin images.
-        """
-        inputs = [image.inputs.result() for image in images]
-        forms = [{name: each.shape[1:] for name, each in values.items()} for values in inputs[-2:]]
-        tokens, values = sum(each.tokens for each in images), sum(map(_values, inputs))
-        return forms[0] == forms[1] and tokens <= self._most_tokens and values <= self._most_values
 
     def _encode(self, images: Sequence[EncodedRows]) -> None:
         """Encode images together; one by one after an error, which one of them may have caused."""
@@ -124,5 +122,6 @@ class EncoderThread:
             return found
 
 
-def _values(inputs: Inputs) -> int:
-    return inputs["pixel_values"].numel()
+def _form(inputs: Inputs) -> dict[str, torch.Size]:
+    """Return the sizes of inputs behind the first dimension. Those of images that are encoded together are equal."""
+    return {name: each.shape[1:] for name, each in inputs.items()}
