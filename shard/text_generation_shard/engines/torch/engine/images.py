@@ -1,10 +1,9 @@
 """The images of prompts: decoded and encoded beside the step loop, and given to the steps that compute them.
 
 A prompt has placeholder ids where its images are. `LibraryImages` of the models encodes an image to rows, which take the place of the
-embeddings of these ids, beside the steps. A chunk waits until the images that it reaches are encoded;
-steps without prompts wait for one image, and go on beside one of more tokens than the budget. Images of later chunks are encoded
-ahead, as many tokens of them as the budget allows. Encoded images are kept by the digest of their files: the chunks of a prompt and
-the next turns of a chat share one.
+embeddings of these ids, beside the steps. A chunk waits until the images that it reaches are encoded; steps without prompts wait for
+one image, and go on beside one of more tokens than the budget. Images of later chunks are encoded ahead, as many tokens of them as the
+budget allows. Encoded images are kept by the digest of their files: the chunks of a prompt and the next turns of a chat share one.
 """
 
 from collections.abc import Callable, Sequence
