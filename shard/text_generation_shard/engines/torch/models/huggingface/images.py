@@ -37,6 +37,7 @@ from text_generation_shard.engines.torch.engine.prompt_images import (
     UnreadableImage,
 )
 from text_generation_shard.engines.torch.models.huggingface.config import unquantized
+from text_generation_shard.engines.torch.models.huggingface.image_rope import use_kernel
 from text_generation_shard.engines.torch.models.huggingface.library import (
     LibraryConfig,
     LibraryModel,
@@ -77,6 +78,8 @@ class LibraryImages:
         for module in model.modules():
             if isinstance(module, nn.Conv3d):
                 module.forward = partial(_multiply, module)  # type: ignore[method-assign]
+        if device.type == "cuda":
+            use_kernel(model)
         self._pixels = PixelSteps(processor)
         self._device = device
         self._token_id = int(model.config.image_token_id)
