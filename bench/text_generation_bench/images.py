@@ -176,9 +176,10 @@ async def run_level(
 async def measure(options: argparse.Namespace) -> None:
     timeout, connector = aiohttp.ClientTimeout(600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        seeds = [range(at * options.rounds, (at + 1) * options.rounds) for at in range(options.streams)]
+        first = random.randrange(3, 1 << 62)  # no server has seen the pictures of an earlier run
+        seeds = [range(first + at * options.rounds, first + (at + 1) * options.rounds) for at in range(options.streams)]
         await run_level(
-            session, options, "one stream, pictures", [[with_picture(1 << 20 | at, options.side) for at in range(3)]]
+            session, options, "one stream, pictures", [[with_picture(first - 1 - at, options.side) for at in range(3)]]
         )
         chats = [[with_picture(seed, options.side) for seed in some] for some in seeds]
         answers = await run_level(session, options, "pictures", chats)
