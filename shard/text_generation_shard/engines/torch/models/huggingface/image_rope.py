@@ -28,10 +28,10 @@ def _replace(module: ModuleType) -> None:
     original = getattr(module, _FUNCTION)
 
     def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        is_known = (
-            queries.is_cuda and queries.stride() == keys.stride() and cos.shape == (len(queries), queries.shape[2])
-        )
-        found: tuple[Tensor, Tensor] = (rotate if is_known else original)(queries, keys, cos, sin)
+        is_taken = queries.is_cuda and (queries.shape, queries.stride()) == (keys.shape, keys.stride())
+        is_taken &= queries.stride(2) == 1 and cos.shape == (len(queries), queries.shape[2])
+        is_taken &= cos.is_contiguous() and sin.is_contiguous()
+        found: tuple[Tensor, Tensor] = (rotate if is_taken else original)(queries, keys, cos, sin)
         return found
 
     draw = torch.Generator("cuda").manual_seed(0)
