@@ -241,7 +241,7 @@ class TorchEngine(SynchronousEngine):
         try:
             return part()
         except Exception as error:
-            if self._executor.is_broken_by(error):
+            if self._executor.is_broken():
                 raise
             return self._table.fail(rows, f"the step failed: {typed_line(error)}")
 

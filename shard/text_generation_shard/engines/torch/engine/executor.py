@@ -187,8 +187,8 @@ class Executor:
         """Prepare what depends on the final size of the KV cache; if given, only for steps of at most `max_tokens` tokens."""
         self._on_all_ranks("ready", max_tokens)
 
-    def is_broken_by(self, error: Exception) -> bool:
-        """Return True if no step can be computed after this error: any in a group, whose ranks disagree then, or one of the device."""
+    def is_broken(self) -> bool:
+        """Return True if no step can be computed after an error: any in a group, whose ranks disagree then, or one of the device."""
         return self._group.tp.world_size > 1 or self.is_device_broken()
 
     def is_device_broken(self) -> bool:

@@ -57,7 +57,7 @@ class Predictions:
         try:
             return self._drafts(lengths, prompts=prompts)
         except Exception as error:
-            if self._executor.is_broken_by(error):
+            if self._executor.is_broken():
                 raise
             log.warning("no tokens are predicted", error=typed_line(error))
             return {}
