@@ -15,7 +15,7 @@ from text_generation_router.errors import NotSupported
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.web.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType, invalid_body
 from text_generation_router.web.body_reader import BODIES, MAX_INLINE, encoding_of
-from text_generation_router.web.structure import check_structure
+from text_generation_router.web.structure import load
 
 JSON = "application/json"
 _NEUTRAL = (("n", 1), ("best_of", 1), ("repetition_penalty", 1))
@@ -86,10 +86,9 @@ async def beside(request: web.Request, work: Callable[[], T]) -> T:
 
 
 def _loads(raw: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
-    check_structure(raw)
     try:
         # orjson implements RFC 8259 exactly (no NaN, no lone surrogates, bounded nesting); pydantic's parser does not.
-        return orjson.loads(raw)
+        return load(raw)
     except orjson.JSONDecodeError as error:
         position = f"at line {error.lineno} column {error.colno}"
         raise InvalidJson(f"Failed to parse the request body as JSON: {error.msg} {position}") from None

@@ -1,10 +1,10 @@
-"""The limits of a JSON text that are checked before it is parsed: its values, objects and arrays, and their nesting.
+"""The limits of a JSON text: its values, objects and arrays, which are counted before it is parsed, and their nesting.
 
 An object or array costs a hundred times its bytes when it is parsed, and a microsecond when it is validated. A number or a
 short text costs twenty times its bytes.
 """
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import orjson
@@ -18,6 +18,7 @@ MAX_VALUES = 1 << 20
 MAX_DEPTH = 128
 """Levels of objects and arrays; the limit of serde_json, which TGI uses."""
 
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _CHUNK = 1 << 18
 """Bytes that are searched for strings at once, without giving up the interpreter's lock."""
 _OTHER = bytes(set(range(256)) - set(b'"[]{},'))
@@ -26,15 +27,35 @@ for _opening, _closing in (b"[]", b"{}"):
     _STEPS[_opening], _STEPS[_closing] = 1, -1
 
 
-def check_structure(text: bytes | bytearray) -> None:
-    """Raise InvalidJson if a JSON text has too many values, or too many objects and arrays, or nests them too deep."""
-    few_values = len(text) < MAX_VALUES or text.count(b",") < MAX_VALUES
-    if few_values and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return
+def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value of a JSON text. Raises InvalidJson if it is beyond the limits, and orjson.JSONDecodeError.
+
+    Most texts have few brackets and commas, those in strings included. They are not searched for strings, which takes longer than
+    to parse them: the nesting is that of their value, without the parts whose key comes again.
+    """
+    containers = text.count(b"[") + text.count(b"{")
+    may_nest = containers > MAX_DEPTH
     try:
-        JsonTexts().check(text)
+        if containers + text.count(b",") > (MAX_CONTAINERS if may_nest else MAX_VALUES):
+            JsonTexts().check(text)
+            may_nest = False
+        value = orjson.loads(text)
+        if may_nest and _is_deep(value):
+            raise ValueError(_TOO_DEEP)
+    except orjson.JSONDecodeError:
+        raise
     except ValueError as error:
         raise InvalidJson(f"Failed to parse the request body as JSON: {error}") from None
+    return value
+
+
+def _is_deep(value: Any) -> bool:  # noqa: ANN401 - any JSON value
+    """Return True if objects and arrays are nested more than MAX_DEPTH levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        parts = [each.values() if type(each) is dict else each for each in level if type(each) in (dict, list)]
+        level = list(chain.from_iterable(parts))
+    return any(type(each) in (dict, list) for each in level)
 
 
 class JsonTexts:
@@ -63,7 +84,7 @@ class JsonTexts:
         if containers > MAX_CONTAINERS:
             raise ValueError(f"more than {MAX_CONTAINERS} objects and arrays")
         if max(accumulate(map(_STEPS.__getitem__, structure.translate(None, b","))), default=0) > MAX_DEPTH:
-            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+            raise ValueError(_TOO_DEEP)
         self._containers, self._values = containers, values
 
 
