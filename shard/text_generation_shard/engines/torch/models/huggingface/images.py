@@ -5,7 +5,6 @@ Images are decoded in child processes and processed by Pillow, on threads beside
 
 import hashlib
 import os
-import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from queue import LifoQueue
-from threading import Semaphore
+from threading import Lock
 from typing import Any
 from weakref import ref
 
@@ -56,12 +55,6 @@ from text_generation_shard.json_object import JsonObject
 
 WORKERS = min(max(len(os.sched_getaffinity(0)) // 2, 2), 8)
 """Images that are decoded at a time, in processes."""
-PROCESSED = 2
-"""Decoded images that are processed at a time. They take the interpreter from the thread that encodes: among 32 requests with images
-of 1,000 × 1,000 pixels at once the first one was encoded after 290 ms with eight, 60 to 70 with two, on a host of 16 cores."""
-LAUNCH_S = 0.03
-"""Time from the begin of an encoding in which no other image begins to be processed: its operations are launched meanwhile. Without,
-the first image of 32 such requests was encoded after 250 ms, with it after 70, and the last prompt began to answer 150 ms earlier."""
 MAX_GRIDS = 1 << 14
 """Most images of which the size in patches is kept."""
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -96,9 +89,9 @@ class LibraryImages:
         self._decoders = [ImageFiles(_warn) for _ in range(WORKERS)]
         for each in self._decoders:
             self._files.put(each)
-        self._may_process = Semaphore(PROCESSED)
-        self._quiet_until = 0.0
-        """Until then the interpreter is left to the thread that encodes, on the monotonic clock."""
+        self._processing = Lock()
+        """One image is processed at a time: more take the interpreter from the thread that encodes. Of 32 requests with images of
+        1,000 × 1,000 pixels at once, the last one was answered after 1,340 ms, after 1,480 with two and 1,550 with eight."""
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
@@ -107,7 +100,6 @@ class LibraryImages:
         return images
 
     def encode(self, images: Sequence[Inputs], tokens: int) -> list[Tensor]:
-        self._quiet_until = time.monotonic() + LAUNCH_S
         # The library drops the dimension of one row of Pixtral's, not of two.
         given = [*images, *images] if tokens == 1 else images
         dtype, parts = self._model.dtype, [self._pixels.ended(each, self._device) for each in given]
@@ -190,8 +182,7 @@ class LibraryImages:
                 size, pixels = files.decode(data)
             finally:
                 self._files.put(files)
-            with self._may_process:
-                time.sleep(max(self._quiet_until - time.monotonic(), 0.0))
+            with self._processing:
                 return self._pixels.begun(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1))
         except Exception as error:  # noqa: BLE001 – decoders and processors raise errors of many kinds
             raise UnreadableImage(f"image {number} cannot be read: {one_line(error)}") from None
@@ -258,6 +249,7 @@ def load_images(config: ShardConfig, dtype: torch.dtype, device: torch.device) -
                 names = [name for name in checkpoint.names if not text_name(name).startswith(TEXT)]
                 model = loaded(folder, model_class, whole, checkpoint.map(names), dtype)
                 model = own_memory(model, device)
+            return LibraryImages(model, processor, device)
     except (EngineError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
@@ -265,7 +257,6 @@ def load_images(config: ShardConfig, dtype: torch.dtype, device: torch.device) -
         raise EngineError(
             f"{folder}: its image encoder cannot be loaded: {reason}; without images: --max-batch-image-tokens 0"
         ) from None
-    return LibraryImages(model, processor, device)
 
 
 def image_bytes(folder: Path, dtype: torch.dtype, device: torch.device) -> int:
