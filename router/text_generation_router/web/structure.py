@@ -1,4 +1,4 @@
-"""The limits of a JSON text: its values, objects and arrays, which are counted before it is parsed, and their nesting.
+"""The limits of a JSON text. Values, objects and arrays are counted before it is parsed; their nesting is often seen on the value.
 
 An object or array costs a hundred times its bytes when it is parsed, and a microsecond when it is validated. A number or a
 short text costs twenty times its bytes.
@@ -18,7 +18,6 @@ MAX_VALUES = 1 << 20
 MAX_DEPTH = 128
 """Levels of objects and arrays; the limit of serde_json, which TGI uses."""
 
-_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _CHUNK = 1 << 18
 """Bytes that are searched for strings at once, without giving up the interpreter's lock."""
 _OTHER = bytes(set(range(256)) - set(b'"[]{},'))
@@ -30,23 +29,31 @@ for _opening, _closing in (b"[]", b"{}"):
 def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     """Return the value of a JSON text. Raises InvalidJson if it is beyond the limits, and orjson.JSONDecodeError.
 
-    Most texts have few brackets and commas, those in strings included. They are not searched for strings, which takes longer than
-    to parse them: the nesting is that of their value, without the parts whose key comes again.
+    To search a text for brackets and commas outside of its strings takes longer than to parse it. So a text is only searched if it
+    has too many of them, strings included, or if it has so many that its value is large, and may nest too deep. If a key comes twice
+    in an object, the first value is not kept, and may nest deeper.
     """
     containers = text.count(b"[") + text.count(b"{")
     may_nest = containers > MAX_DEPTH
+    if containers + text.count(b",") > (MAX_CONTAINERS if may_nest else MAX_VALUES):
+        _search(text)
+        return orjson.loads(text)
     try:
-        if containers + text.count(b",") > (MAX_CONTAINERS if may_nest else MAX_VALUES):
-            JsonTexts().check(text)
-            may_nest = False
         value = orjson.loads(text)
-        if may_nest and _is_deep(value):
-            raise ValueError(_TOO_DEEP)
-    except orjson.JSONDecodeError:
+    except orjson.JSONDecodeError:  # as by its own limit of nesting
+        _search(text)
         raise
+    if may_nest and _is_deep(value):
+        _search(text)
+    return value
+
+
+def _search(text: bytes | bytearray) -> None:
+    """Raise InvalidJson if a text is beyond the limits."""
+    try:
+        JsonTexts().check(text)
     except ValueError as error:
         raise InvalidJson(f"Failed to parse the request body as JSON: {error}") from None
-    return value
 
 
 def _is_deep(value: Any) -> bool:  # noqa: ANN401 - any JSON value
@@ -84,7 +91,7 @@ class JsonTexts:
         if containers > MAX_CONTAINERS:
             raise ValueError(f"more than {MAX_CONTAINERS} objects and arrays")
         if max(accumulate(map(_STEPS.__getitem__, structure.translate(None, b","))), default=0) > MAX_DEPTH:
-            raise ValueError(_TOO_DEEP)
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
         self._containers, self._values = containers, values
 
 

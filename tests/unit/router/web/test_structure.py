@@ -50,7 +50,7 @@ def test_depth_is_limited() -> None:
     with pytest.raises(InvalidJson, match="nested more than 128 levels deep"):
         load(deep(MAX_DEPTH + 1))
     for broken in (b"]" * 1000, b"[" * 1000, b'"' * 1000 + b"{" * 1000):  # the parser names the fault
-        with pytest.raises(orjson.JSONDecodeError):
+        with pytest.raises((InvalidJson, orjson.JSONDecodeError)):
             load(broken)
 
 
@@ -62,10 +62,8 @@ def test_depth_is_limited_behind_other_values(before: bytes) -> None:
     levels = MAX_DEPTH - len(after)
     load(before + deep(levels) + after)
     load(before + b'"' + b"[" * (MAX_CONTAINERS + 1) + b'"' + after)
-    with pytest.raises(InvalidJson, match="nested more than 128 levels deep"):
-        load(before + deep(levels + 1) + after)
-    for text in (before + deep(2000) + after, before + deep(levels + 1)):
-        with pytest.raises((InvalidJson, orjson.JSONDecodeError)):
+    for text in (before + deep(levels + 1) + after, before + deep(2000) + after, before + deep(levels + 1)):
+        with pytest.raises(InvalidJson, match=r"nested more than 128 levels deep|more than 32768 objects and arrays"):
             load(text)
 
 
