@@ -91,5 +91,5 @@ async def test_the_bound_of_rounded_types_is_measured_at_the_start(model: Path, 
             await server.burst(4)
     (line,) = (each for each in logs if each["event"] == "bound of audits measured")
     assert line["dtype"] == "bfloat16"
-    assert 0.25 <= line["nats"] <= 1.0, "eight times the largest difference in bfloat16"
+    assert 0.25 <= line["nats"] <= 1.0  # eight times the largest difference: up to 0.57 was seen
     assert server.auditor.verdicts["same"] == server.audited == len(server.submitted), server.events

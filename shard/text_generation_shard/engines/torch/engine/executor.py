@@ -188,7 +188,7 @@ class Executor:
         self._on_all_ranks("ready", max_tokens)
 
     def is_broken(self) -> bool:
-        """Return True if no step can be computed after an error: any in a group, whose ranks disagree then, or one of the device."""
+        """Return True if no step can be computed after an error: after any in a group, whose ranks disagree then, else if the device is broken."""
         return self._group.tp.world_size > 1 or self.is_device_broken()
 
     def is_device_broken(self) -> bool:

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS = 8
-"""Heads of a program: of queries and of keys."""
+"""Heads of the queries that a program rotates, and as many of the keys."""
 
 
 def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 from vision_models import VisionModel, vision_configs
 
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.torch.models.huggingface import image_rope
 from text_generation_shard.engines.torch.models.huggingface.images import LibraryImages, load_images
 
 pytestmark = pytest.mark.skipif(
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SIZES = (70, 45), (31, 90), (64, 64)
-FAST = ("qwen3_vl", "glm4v")
+FAST = ROTATED = ("qwen3_vl", "glm4v")
 
 
 def images(width: int, height: int) -> Image.Image:
@@ -39,5 +41,8 @@ def test_images_are_encoded_as_on_a_cpu(name: str, tmp_path: Path) -> None:
 
     for dtype, tolerance in ((torch.float32, 1e-2), (torch.bfloat16, 0.1)):
         model = load_images(config, dtype, torch.device("cuda"))
+        if name in ROTATED:
+            modeling = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+            assert modeling.apply_rotary_pos_emb_vision.__module__ == image_rope.__name__
         for found, wanted in zip([encoded(model, [each])[0] for each in inputs], expected, strict=True):
             assert (found - wanted).norm() < tolerance * wanted.norm()
