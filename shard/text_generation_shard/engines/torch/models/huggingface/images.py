@@ -91,7 +91,7 @@ class LibraryImages:
             self._files.put(each)
         self._processing = Lock()
         """One image is processed at a time: more take the interpreter from the thread that encodes. Of 32 requests with images of
-        1,000 × 1,000 pixels at once, the last one was answered after 1,340 ms, after 1,480 with two and 1,550 with eight."""
+        1,000 × 1,000 pixels at once, the last one had its first token after 1,340 ms, after 1,480 with two and 1,550 with eight."""
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="image", initializer=lower_priority)
 
     def decode(self, new: NewSequence) -> Future[PromptImages]:
