@@ -274,7 +274,7 @@ def test_the_time_grows_with_the_length(name: str) -> None:
             parser, began = make(name, ANSWERED_TOOLS), time.thread_time()
             parser.feed(before + marker * (MILLION // len(marker)))
             parser.finish()
-            assert time.thread_time() - began < 1.2, (before, marker)
+            assert time.thread_time() - began < 2.5, (before, marker)
 
 
 def test_a_name_too_long_is_text_up_to_its_limit_however_it_is_cut() -> None:

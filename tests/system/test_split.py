@@ -91,8 +91,8 @@ async def test_a_router_whose_shards_another_one_drives_is_up_and_on_standby(
             assert "STATUS=standby: drives none of 1 shards" in await asyncio.to_thread(lines_of, manager, "READY=1")
             alone.terminate()
         with running(echo_model, *parts, environ=environ) as second:
-            lines = await asyncio.to_thread(lines_of, manager, "STATUS=the router serves")
-            assert {"STATUS=the router waits for a shard", "READY=1"} <= lines
+            lines = await asyncio.to_thread(lines_of, manager, "READY=1")
+            assert {"STATUS=the router waits for a shard", "STATUS=the router serves"} <= lines
             await until_shards(session, second.url, {address: "taken"})
             first.launcher.terminate()
             await until_shards(session, second.url, {address: "serving"})
