@@ -4,6 +4,7 @@ glibc keeps freed memory in its heaps, and after the first large free it takes l
 gives each body of a mebibyte and more pages of its own, which go back at once.
 """
 
+import asyncio
 import ctypes
 import gc
 
@@ -11,6 +12,8 @@ MAPPED_BYTES = 1 << 20
 """Blocks from this size on have pages of their own. With 128 KiB the copies of a prompt of 100,000 tokens cost 2,200 page faults."""
 KEPT_BYTES = 16 << 20
 """Freed memory at the end of a heap that is not given back."""
+GIVE_BACK_S = 10.0
+"""Seconds between two searches for free memory among used blocks. One takes 0.01 ms, and 9 ms if it finds 240 MB."""
 HEAPS = 2
 """Heaps of glibc; its default of eight for each core would each keep its own free memory."""
 NEWEST_OBJECTS = 5000
@@ -26,6 +29,14 @@ def configure_allocator() -> None:
         library.mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
         library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         library.mallopt(_ARENA_MAX, HEAPS)
+
+
+async def give_back_memory() -> None:
+    """Give free memory back to the system until cancelled, as after a burst of large bodies. Returns without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(GIVE_BACK_S)
+        trim(0)
 
 
 def configure_collector() -> None:

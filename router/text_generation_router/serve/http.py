@@ -30,7 +30,7 @@ from text_generation_router.api.table import route_table
 from text_generation_router.chat.template_files import ChatTemplates, load_templates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig, listen_host
-from text_generation_router.memory import configure_allocator, configure_collector
+from text_generation_router.memory import configure_allocator, configure_collector, give_back_memory
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.instruments import Registry
@@ -139,7 +139,7 @@ class HttpSide:
         config, signals, notifier, cluster = self.config, self.signals, self.notifier, backend.cluster
         server = self._server(app, metrics.connections)
         notifier.show(lambda: f"draining {cluster.live_requests} requests" if cluster.draining else cluster.status)
-        async with background(backend.run(), send_heartbeats(notifier)):
+        async with background(backend.run(), send_heartbeats(notifier), give_back_memory()):
             if not config.shards:
                 await first_of(cluster.opened(), signals.stop.wait())
             if signals.stop.is_set():

@@ -10,7 +10,7 @@ from text_generation_common.sockets import SocketInUse
 from text_generation_common.stop_signals import StopSignals
 from text_generation_common.waiting import background, first_of, holds_for
 from text_generation_router.config import RouterConfig
-from text_generation_router.memory import configure_allocator, configure_collector
+from text_generation_router.memory import configure_allocator, configure_collector, give_back_memory
 from text_generation_router.rate_limits import RateLimits
 from text_generation_router.serve.draining import drain
 from text_generation_router.serve.shards import Shards
@@ -40,7 +40,7 @@ async def serve_workers(config: RouterConfig) -> ExitCode:
     stats = SummedStats(metrics, cluster, link_server.connections)
     link_server.handlers.update({**stats.handlers, **rate_handlers(RateLimits())})
     notifier.show(lambda: cluster.status)
-    async with background(shards.drive(cluster), send_heartbeats(notifier)):
+    async with background(shards.drive(cluster), send_heartbeats(notifier), give_back_memory()):
         if not config.shards:
             await first_of(cluster.opened(), signals.stop.wait())
         if signals.stop.is_set():
