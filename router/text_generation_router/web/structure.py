@@ -58,11 +58,12 @@ def _search(text: bytes | bytearray) -> None:
 
 def _is_deep(value: Any) -> bool:  # noqa: ANN401 - any JSON value
     """Return True if objects and arrays are nested more than MAX_DEPTH levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        parts = [each.values() if type(each) is dict else each for each in level if type(each) in (dict, list)]
-        level = list(chain.from_iterable(parts))
-    return any(type(each) in (dict, list) for each in level)
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        inner = chain.from_iterable(each.values() if type(each) is dict else each for each in level)
+        if not (level := [each for each in inner if type(each) in (dict, list)]):
+            return False
+    return True
 
 
 class JsonTexts:
