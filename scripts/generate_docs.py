@@ -241,9 +241,9 @@ that need them. Encoded images are kept by digest, up to 1 GiB on a GPU and 256 
 Prefixes are reused as those of texts. `text-generation-launcher check` counts the tower and the kept images in `memory.images`.
 
 On one H200, 32 streams of one picture of 1,000 × 1,000 pixels and 128 new tokens each, twice, on a model of the shape of Qwen3-VL-8B, get
-1,901, 1,921 and 1,895 tokens/s, and 4,365 to 4,420 in a second turn with the same pictures; vLLM 0.26, in turns, 1,653, 1,922 and 2,035, and
-3,880 to 3,940 (`python -m text_generation_bench.images --url … --rounds 2`; random weights). The first token comes after 690 to 790 ms in
-the median, vLLM's after 780 to 1,080; the last of 32 after 1.4 to 1.5 s, vLLM's after 1.2 to 1.7 s.
+1,928 and 1,932 tokens/s, and 4,088 and 4,131 in a second turn with the same pictures; vLLM 0.26, in turns, 1,777 and 1,584, and 3,912 and
+3,799 (`python -m text_generation_bench.images --url … --rounds 2`; random weights, new pictures in each run). The first token comes
+after 360 to 510 ms in the median, vLLM's after 1,030 to 1,190; the last of 32 after 1.4 s, vLLM's after 1.5 to 1.8 s.
 
 In Gemma 3, and in layers with a window of Gemma 4, the tokens of an image attend to one another in both directions. Such an image is
 computed in one step: chunks that end in it wait for its end, and `--max-batch-prefill-tokens` must be at least its tokens (256 in
