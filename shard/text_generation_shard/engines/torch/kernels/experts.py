@@ -34,8 +34,10 @@ ALIGNMENT = 8
 """Inputs of torch's kernel are a multiple of this."""
 FEW_ROWS = 32
 """Rows of an average expert up to which our kernel is used: it reads the weights as fast as a copy, torch's at 65 %."""
-SPLITS = 2
+SPLITS = 4
 """Programs that take the blocks of an expert's rows in turns. Texts of one kind choose some experts far more often than others."""
+SMALL_BLOCK, SMALL_BLOCK_ROWS = 32, 24
+"""Rows of the smallest block, and rows of an average expert up to which it is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def tiling_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiling:
     if dtype == torch.float32:  # tests
         return ExpertTiling(16, 64, 32, num_warps=4, num_stages=2)
     if average <= FEW_ROWS:
-        return ExpertTiling(32 if average <= 8 else 64, 64, 64, num_warps=4, num_stages=3)
+        block = SMALL_BLOCK if average <= SMALL_BLOCK_ROWS else 2 * SMALL_BLOCK
+        return ExpertTiling(block, 64, 64, num_warps=4, num_stages=3)
     return ExpertTiling(min(triton.next_power_of_2(average), 128), 128, 64, num_warps=8, num_stages=3)
 
 
@@ -145,7 +148,7 @@ def grouped_product(
     # Rows of gate (or of all outputs), and the distance to the row of up.
     step, up = (1, 0) if activation is None else (2, 1) if activation.interleaved else (1, columns)
     bias_strides = (0, 0) if bias is None else bias.stride()
-    _product_kernel[(triton.cdiv(columns, tiling.block_n), experts, SPLITS)](
+    _product_kernel[(triton.cdiv(columns, tiling.block_n), SPLITS, experts)](
         x,
         weight,
         bias,
@@ -210,7 +213,8 @@ def _product_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     INPUT_STRIDE is a constant because Triton does not specialize an annotated integer that is 1: it would load number by number.
     """
     after_previous(USE_PDL)
-    expert = tl.program_id(1)
+    # The last expert may be one of all tokens: its programs, which take the longest, come first.
+    expert = tl.num_programs(2) - 1 - tl.program_id(2)
     end = tl.load(offsets + expert + 1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < COLUMNS
@@ -220,8 +224,8 @@ def _product_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     weights = (
         weight + expert.to(tl.int64) * expert_stride + read[:, None] * column_stride + inputs[None, :] * INPUT_STRIDE
     )
-    begin = tl.load(offsets + expert) + tl.program_id(2) * BLOCK_M
-    for first in range(begin, end, tl.num_programs(2) * BLOCK_M):
+    begin = tl.load(offsets + expert) + tl.program_id(1) * BLOCK_M
+    for first in range(begin, end, tl.num_programs(1) * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < end
         sources = rows
