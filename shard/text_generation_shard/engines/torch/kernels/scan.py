@@ -14,7 +14,14 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.state_rows import PIECE, StateRows
 from text_generation_shard.engines.torch.kernels.operands import Recurrence
 from text_generation_shard.engines.torch.kernels.pdl import pdl
-from text_generation_shard.engines.torch.kernels.recurrent_decode import COLUMNS, decode_kernel, step_size, unit
+from text_generation_shard.engines.torch.kernels.recurrent_decode import (
+    COLUMNS,
+    DRAFT_COLUMNS,
+    ELEMENTS_PER_THREAD,
+    decode_kernel,
+    step_size,
+    unit,
+)
 
 _COLUMNS = 32
 """Columns of the values of a program."""
@@ -58,7 +65,9 @@ def scan(
         "KEY_BLOCK": key_block,
     }
     if rows.decoding:
-        decode_kernel[(rows.decoding * heads, triton.cdiv(value_width, COLUMNS))](
+        drafts = drafted.shape[1] // 2
+        columns = DRAFT_COLUMNS if drafts else COLUMNS
+        decode_kernel[(triton.cdiv(value_width, columns), heads, rows.decoding)](
             *inputs,
             *numbers,
             states,
@@ -70,10 +79,11 @@ def scan(
             *strides,
             len(states) - 1,
             **shape,
-            COLUMNS=COLUMNS,
-            DRAFTS=drafted.shape[1] // 2,
+            COLUMNS=columns,
+            DRAFTS=drafts,
             DRAFT_START=recurrence.drafted.start,
             DRAFT_WIDTH=recurrence.draft_width,
+            num_warps=max(key_block * columns // (32 * ELEMENTS_PER_THREAD), 1),
             **pdl(qkv),
         )
     if not rows.chunks:
