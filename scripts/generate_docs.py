@@ -216,10 +216,10 @@ tokens are loaded for [drafts](speculation.md#predicted-tokens).
 Other families with latent attention (A.X K1, Kimi Linear) run by transformers, with expanded keys and values.
 
 Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence: the last inputs of the convolution, in
-the dtype of the activations, and the sums of a recurrence, in float32. These states are a group of the cache: prefixes are reused from
-[checkpoints](scheduling.md#checkpoints-of-states), and memory is divided between states and KV blocks
-([gpu.md](gpu.md#memory-of-the-kv-cache)), also where transformers runs such a model. `--num-shard` divides delta nets and Mamba 2
-by groups of heads; transformers runs OLMo Hybrid, models with short convolutions, and those whose groups of heads the ranks cannot share
+the dtype of the activations, and the sums of a recurrence, in that of `--mamba-ssm-cache-dtype`. These states are a group of the cache:
+prefixes are reused from [checkpoints](scheduling.md#checkpoints-of-states), and memory is divided between states and KV blocks
+([gpu.md](gpu.md#memory-of-the-kv-cache)), also where transformers runs such a model. `--num-shard` divides delta nets and Mamba 2 by
+groups of heads; transformers runs OLMo Hybrid, models with short convolutions, and those whose groups of heads the ranks cannot share
 evenly (Falcon-H1 without norms alone shares one group among ranks).
 
 ## Images
