@@ -52,7 +52,7 @@ class ExpertTiling:
 
 
 def tiling_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiling:
-    """Return the tiling of a product. Blocks have far more rows than an average expert, so that few weights are read twice."""
+    """Return the tiling of a product. Blocks have more rows than an average expert, so that few weights are read twice."""
     average = triton.cdiv(pairs, experts)
     if dtype == torch.float32:  # tests
         return ExpertTiling(16, 64, 32, num_warps=4, num_stages=2)
