@@ -140,8 +140,9 @@ class SharedSettings(ProcessConfig):
     """Print the effective settings and the source of each, without secrets, and end. With --json-output as JSON. A flag only."""
     hang_timeout: Annotated[float, Field(ge=0)] = HANG_TIMEOUT_S
     """Seconds without progress after which a replica counts as hung: its sequences move to other replicas, and the launcher
-    logs the stacks of its threads, kills and restarts it. A step with prompt tokens has 10 minutes more. The launcher
-    also ends a router that does not answer for that long. 0: never; less than 2 is taken as 2."""
+    logs the stacks of its threads, kills and restarts it. A step has the time of a decode step more for each of its prompt
+    tokens, at most 10 minutes. The launcher also ends a router that does not answer for that long. 0: never; less than 2
+    is taken as 2."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector that gets traces by OTLP over gRPC, such as http://localhost:4317. Default:
     OTEL_EXPORTER_OTLP_ENDPOINT; without both nothing is traced."""

@@ -4,8 +4,8 @@
     event loop        check, every half second ─► health NOT_SERVING (router) and heartbeat STUCK (launcher)
 
 The router moves the sequences to other replicas; the launcher logs the stacks of all threads, kills and restarts the shard.
-A step is overdue after --hang-timeout seconds and STUCK_AFTER_STEPS times the longest recent decode step. With prompt tokens
-it may take PREFILL_S longer: nothing tells a long prompt from a hang.
+A step is overdue after --hang-timeout seconds and STUCK_AFTER_STEPS times the longest recent decode step. Each prompt token may take as
+long as that step, which it never does, all of them PREFILL_S. Before the first decode step nothing tells a long prompt from a hang.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from text_generation_shard.engine import Engine
 from text_generation_shard.health import ShardHealth
 
 PREFILL_S = 600.0
-"""Seconds that a step with prompt tokens may take beyond --hang-timeout."""
+"""Most seconds that a step may take for its prompt tokens."""
 STUCK_AFTER_STEPS = 20
 """A decode step is not overdue before it has lasted this many times the longest recent one."""
 FORGET = 0.99
@@ -53,7 +53,8 @@ class StepMonitor:
         self._silence.record(sign=not self._busy or self._begun != self._checked)
         self._checked = self._begun
         silent_s, prompt_tokens = self._silence.seconds, engine.prefilling
-        limit_s = max(hang_timeout_s, STUCK_AFTER_STEPS * self._longest_s) + (PREFILL_S if prompt_tokens else 0.0)
+        prefill_s = min(prompt_tokens * (self._longest_s or PREFILL_S), PREFILL_S)
+        limit_s = max(hang_timeout_s, STUCK_AFTER_STEPS * self._longest_s) + prefill_s
         if silent_s == LONG_STEP_S:
             log.warning("a step takes long", seconds=silent_s, prompt_tokens=prompt_tokens)
         return hang_timeout_s > 0 and self._silence.exceeds(limit_s)

@@ -99,7 +99,9 @@ async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
 async def test_a_pause_and_a_long_prompt_are_no_hangs(echo_model: Path, session: aiohttp.ClientSession) -> None:
     """A shard that is stopped for less than --hang-timeout goes on; so does one that computes a prompt for longer."""
     slow_prompt = 40 * HANGING_PROMPT  # nothing of it is cached
-    with running(echo_model, *STEPS, "--echo-prefill-us", "30000", "--hang-timeout", "3") as stack:  # 200 tokens: 6 s
+    # 200 tokens: 6 s. None takes longer than a decode step.
+    speed = ("--echo-step-ms", "35", "--echo-prefill-us", "30000")
+    with running(echo_model, *speed, "--hang-timeout", "3") as stack:
         shard = stack.shard(0)
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)

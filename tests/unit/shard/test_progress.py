@@ -54,10 +54,16 @@ def test_a_step_is_overdue_after_the_hang_timeout(decoding: CheckedEcho) -> None
     assert overdue_after(monitor, decoding) is None
 
 
-def test_a_step_with_prompt_tokens_has_ten_minutes_more(prefilling: CheckedEcho) -> None:
+def test_a_prompt_token_has_the_time_of_a_decode_step(prefilling: CheckedEcho) -> None:
     monitor = StepMonitor()
     monitor.begin()
-    assert overdue_after(monitor, prefilling) == 614.0
+    assert overdue_after(monitor, prefilling) == 614.0, "ten minutes more: the time of a decode step is not known"
+    monitor.decoded(3.0)
+    monitor.begin()
+    assert overdue_after(monitor, prefilling) == 59.0 + 3 * 3.0
+    monitor.decoded(250.0)
+    monitor.begin()
+    assert overdue_after(monitor, prefilling) == 20 * 250.0 + 600.0 - 1.0
 
 
 def test_slow_decode_steps_have_time_for_twenty_of_the_longest(decoding: CheckedEcho) -> None:
