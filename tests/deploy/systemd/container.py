@@ -133,7 +133,10 @@ class Container:
             name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name.lower()
         }
         settings |= {"PIP_NO_CACHE_DIR": "1", "DEBIAN_FRONTEND": "noninteractive"}
-        return _run(["chroot", str(self.root), "bash", "-euo", "pipefail", "-c", script], ENVIRON | settings, timeout)
+        # A file system may have no device files, or be mounted so that they do not work.
+        enter = 'mount --bind /dev "$0/dev" && exec chroot "$0" bash -euo pipefail -c "$1"'
+        command = ["unshare", "--mount", "sh", "-c", enter, str(self.root), script]
+        return _run(command, ENVIRON | settings, timeout)
 
 
 def _only_child(pid: int) -> int:
