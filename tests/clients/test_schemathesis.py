@@ -17,6 +17,7 @@ from stack import running
 pytestmark = [pytest.mark.system, pytest.mark.full, pytest.mark.timeout(1500)]
 
 SECONDS = int(os.environ.get("SCHEMATHESIS_SECONDS", "600"))
+SEED = os.environ.get("SCHEMATHESIS_SEED")
 SCHEMATHESIS = Environment("schemathesis", ["schemathesis==4.32.5"])
 CHECKS = (
     "not_a_server_error",
@@ -62,6 +63,7 @@ def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) ->
                 ),
                 *("--phases", "fuzzing", "--max-time", str(SECONDS), "--workers", "2"),
                 *("--checks", ",".join(CHECKS), "--request-timeout", "60"),
+                *(("--seed", SEED) if SEED else ()),
             ],
             cwd=tmp_path,
             capture_output=True,
@@ -69,6 +71,7 @@ def test_every_operation_keeps_the_document(demo_model: Path, tmp_path: Path) ->
             timeout=SECONDS + 300,
             check=False,
         )
+    assert "Traceback" not in str(stack.records)
     assert "Test cases:" in done.stdout, done.stdout + done.stderr
     assert set(re.findall(r"_ (\S+ \S+) _+\nSchema Error", done.stdout)) <= {UNTESTED}, done.stdout[-20_000:]
     assert set(re.findall(r"❌ (ST\d+)", done.stdout)) <= {CUT}, done.stdout[-20_000:]
