@@ -98,12 +98,13 @@ class JsonTexts:
 
 def _structure(text: bytes | bytearray) -> bytes:
     """Return the brackets and commas of a JSON text that are not inside of its strings, or too many of them."""
-    quoted = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHER)
+    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
     found, in_string = bytearray(), False
-    for start in range(0, len(quoted), _CHUNK):
+    for start in range(0, len(unescaped), _CHUNK):
+        quoted = unescaped[start : start + _CHUNK].translate(None, _OTHER)
         # Most strings are now `""`. The end of one string and the start of the next may be, too: then the two become one,
         # with the same characters inside.
-        parts = quoted[start : start + _CHUNK].replace(b'""', b"").split(b'"')
+        parts = quoted.replace(b'""', b"").split(b'"')
         found += b"".join(parts[in_string::2])
         in_string ^= len(parts) % 2 == 0
         if len(found) > 2 * MAX_VALUES:  # each value has a comma or two brackets
