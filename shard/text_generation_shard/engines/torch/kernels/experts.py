@@ -36,8 +36,6 @@ FEW_ROWS = 32
 """Rows of an average expert up to which our kernel is used: it reads the weights as fast as a copy, torch's at 65 %."""
 SPLITS = 4
 """Programs that take the blocks of an expert's rows in turns. Texts of one kind choose some experts far more often than others."""
-SMALL_BLOCK, SMALL_BLOCK_ROWS = 32, 24
-"""Rows of the smallest block, and rows of an average expert up to which it is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,7 @@ def tiling_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiling:
     if dtype == torch.float32:  # tests
         return ExpertTiling(16, 64, 32, num_warps=4, num_stages=2)
     if average <= FEW_ROWS:
-        block = SMALL_BLOCK if average <= SMALL_BLOCK_ROWS else 2 * SMALL_BLOCK
-        return ExpertTiling(block, 64, 64, num_warps=4, num_stages=3)
+        return ExpertTiling(32 if average <= 24 else 64, 64, 64, num_warps=4, num_stages=3)
     return ExpertTiling(min(triton.next_power_of_2(average), 128), 128, 64, num_warps=8, num_stages=3)
 
 

@@ -11,12 +11,20 @@ import triton.language as tl
 from text_generation_shard.engines.torch.kernels.convolution import row_length
 from text_generation_shard.engines.torch.kernels.operands import UNIT_EPS
 from text_generation_shard.engines.torch.kernels.pdl import after_previous
+from text_generation_shard.engines.torch.kernels.rows import row_tile
 
-COLUMNS, DRAFT_COLUMNS = 64, 32
+_COLUMNS, _DRAFT_COLUMNS = 64, 32
 """Columns of the values of a program, without and with drafts: the best of 16 to 128 on an H200, for states in float32 and bfloat16."""
-ELEMENTS_PER_THREAD = 128
+_ELEMENTS_PER_THREAD = 128
 """Numbers of a state: with half as many, rows with drafts take up to 1.5 times as long on an H200; with twice as many, registers spill."""
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
+
+
+def tile_for(key_block: int, drafts: int) -> tuple[int, int]:
+    """Return the columns of the values and the warps of a program that has `key_block` rows of a state."""
+    columns = _DRAFT_COLUMNS if drafts else _COLUMNS
+    _, num_warps = row_tile(key_block * columns, _ELEMENTS_PER_THREAD)
+    return columns, num_warps
 
 
 @triton.jit

@@ -14,14 +14,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.state_rows import PIECE, StateRows
 from text_generation_shard.engines.torch.kernels.operands import Recurrence
 from text_generation_shard.engines.torch.kernels.pdl import pdl
-from text_generation_shard.engines.torch.kernels.recurrent_decode import (
-    COLUMNS,
-    DRAFT_COLUMNS,
-    ELEMENTS_PER_THREAD,
-    decode_kernel,
-    step_size,
-    unit,
-)
+from text_generation_shard.engines.torch.kernels.recurrent_decode import decode_kernel, step_size, tile_for, unit
 
 _COLUMNS = 32
 """Columns of the values of a program."""
@@ -66,7 +59,7 @@ def scan(
     }
     if rows.decoding:
         drafts = drafted.shape[1] // 2
-        columns = DRAFT_COLUMNS if drafts else COLUMNS
+        columns, num_warps = tile_for(key_block, drafts)
         decode_kernel[(triton.cdiv(value_width, columns), heads, rows.decoding)](
             *inputs,
             *numbers,
@@ -83,7 +76,7 @@ def scan(
             DRAFTS=drafts,
             DRAFT_START=recurrence.drafted.start,
             DRAFT_WIDTH=recurrence.draft_width,
-            num_warps=max(key_block * columns // (32 * ELEMENTS_PER_THREAD), 1),
+            num_warps=num_warps,
             **pdl(qkv),
         )
     if not rows.chunks:
