@@ -42,7 +42,7 @@ class PanelTiling:
     """Programs that take the blocks of an expert's rows in turns."""
 
 
-_TILINGS = ((4, PanelTiling(8)), (16, PanelTiling(16)))
+_TILINGS = ((4, PanelTiling(8)), (16, PanelTiling(16, splits=4)))
 """By the most rows of an average expert: the best on an H200 for gpt-oss-20b."""
 _LARGEST = PanelTiling(32)
 """The tiling for more rows."""
@@ -121,7 +121,7 @@ def panel_product(
     if tiling is None:
         tiling = next((tiling for most, tiling in _TILINGS if pairs <= most * experts), _LARGEST)
     out = torch.empty(pairs, outputs, dtype=torch.bfloat16, device=rows.values.device)
-    _panel_kernel[(triton.cdiv(outputs, tiling.block_n), experts, tiling.splits)](
+    _panel_kernel[(triton.cdiv(outputs, tiling.block_n), tiling.splits, experts)](
         rows.values,
         rows.scales,
         weight.codes,
@@ -220,7 +220,7 @@ def _panel_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 ) -> None:
     """Multiply the rows of an expert with some outputs of its weight; the columns of a tile are the high, then the low parts."""
     after_previous(USE_PDL)
-    expert = tl.program_id(1)
+    expert = tl.program_id(2)
     end = tl.load(offsets + expert + 1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(outputs, OUTPUTS - 1)
@@ -230,7 +230,7 @@ def _panel_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     column = tl.arange(0, 2 * BLOCK_M)
     is_low = column >= BLOCK_M
     begin = tl.load(offsets + expert)
-    for first in range(begin + tl.program_id(2) * BLOCK_M, end, tl.num_programs(2) * BLOCK_M):
+    for first in range(begin + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
         sources = first + column % BLOCK_M
         sources = tl.where(sources < end, sources, begin)
         if EXPERTS_EACH:
