@@ -43,7 +43,7 @@ def few_experts(  # noqa: PLR0913 – the options of three kernels
     matvec(x, few[0], inner, gate_up.bias, norm=norm, activation=gated, experts=experts)
     if gated is None:
         inner = activation(inner)
-    matvec(inner, few[1], results, experts=ChosenExperts(ids, 1, count))
+    matvec(inner, few[1], results, experts=ChosenExperts(ids, 1, count, known=True))
     if out is None:
         out = torch.empty(len(ids), results.shape[1], dtype=dtype, device=x.device)
     return weighted_sum(results, None, ids, weights, down.bias, out, add=add, scale=scale)

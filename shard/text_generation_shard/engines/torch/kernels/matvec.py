@@ -133,6 +133,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
         "ROWS": 1 if experts else len(x),
         "K": inputs,
         "EXPERTS_EACH": 1 if experts is None else experts.each,
+        "IDS_KNOWN": experts is None or experts.known,
         "ORDER": order,
         "BLOCK_N": config.block_n,
         "BLOCK_K": triton.next_power_of_2(inputs),
@@ -165,19 +166,21 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     ROWS: tl.constexpr,
     K: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
+    IDS_KNOWN: tl.constexpr,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
     ORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
+    if not IDS_KNOWN:
+        # The weight to read is known only after the previous kernels. The next one may read the choice when it starts.
+        _wait_for_x(ORDER)
     launch_dependents(ORDER == "pdl")
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < outputs
     if ids is not None:
-        # The weight to read is known only after the previous kernels.
-        _wait_for_x(ORDER)
         pair = tl.program_id(1)
         expert = tl.load(ids + pair).to(tl.int64)
         weight += expert * outputs * K
@@ -188,7 +191,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     tile = _weight_rows(weight, first, outputs, 1, K, BLOCK_N, BLOCK_K)
     if norm_weight is not None:
         factors = _vector(norm_weight, K, BLOCK_K)
-    if ids is None:
+    if IDS_KNOWN:
         _wait_for_x(ORDER)
     for row in tl.static_range(ROWS):
         targets = out + row * out_stride + columns
@@ -228,12 +231,16 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     ROWS: tl.constexpr,
     K: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
+    IDS_KNOWN: tl.constexpr,
     KIND: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
+    if not IDS_KNOWN:
+        # The weight to read is known only after the previous kernels. The next one may read the choice when it starts.
+        _wait_for_x(ORDER)
     launch_dependents(ORDER == "pdl")
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
@@ -241,7 +248,6 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     STEP: tl.constexpr = 2 if INTERLEAVED else 1  # noqa: N806 – a constant of the kernel
     up_distance = 1 if INTERLEAVED else inner
     if ids is not None:
-        _wait_for_x(ORDER)
         pair = tl.program_id(1)
         expert = tl.load(ids + pair).to(tl.int64)
         weight += expert * 2 * inner * K
@@ -253,7 +259,7 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     up_tile = _weight_rows(weight + tl.cast(up_distance, tl.int64) * K, first, inner, STEP, K, BLOCK_N, BLOCK_K)
     if norm_weight is not None:
         factors = _vector(norm_weight, K, BLOCK_K)
-    if ids is None:
+    if IDS_KNOWN:
         _wait_for_x(ORDER)
     for row in tl.static_range(ROWS):
         values = _vector(x + row * x_stride, K, BLOCK_K)

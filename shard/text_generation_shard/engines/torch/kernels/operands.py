@@ -89,6 +89,8 @@ class ChosenExperts:
     """Pairs for each row of x, one after the other."""
     count: int
     """Experts in the weight."""
+    known: bool = False
+    """True: the kernel before waited for the choice, so that it may be read before that kernel has ended."""
 
 
 class AdapterStack:

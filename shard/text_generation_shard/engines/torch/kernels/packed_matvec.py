@@ -112,6 +112,7 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
         PLANE=weight.plane,
         FLOATS=weight.floats,
         EXPERTS_EACH=1 if experts is None else experts.each,
+        IDS_KNOWN=experts is None or experts.known,
         KIND=None if activation is None else activation.kind,
         INTERLEAVED=activation is not None and activation.interleaved,
         ADD=add,
@@ -146,6 +147,7 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     PLANE: tl.constexpr,
     FLOATS: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
+    IDS_KNOWN: tl.constexpr,
     KIND: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ADD: tl.constexpr,
@@ -159,6 +161,8 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     WIDTH: tl.constexpr = K // PER_WORD
     CHUNKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
     PARTS: tl.constexpr = 1 if KIND is None else 2
+    if not IDS_KNOWN:  # as in matvec.py
+        wait_for_previous(USE_PDL)
     launch_dependents(USE_PDL)
     first = tl.program_id(0) * BLOCK_N
     local = tl.arange(0, PARTS * BLOCK_N)
@@ -168,13 +172,11 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     row = tl.program_id(1)
     x += row // EXPERTS_EACH * x_stride
     if ids is not None:
-        # The weight to read is known only after the previous kernels.
-        wait_for_previous(USE_PDL)
         rows += tl.load(ids + row) * (PARTS * columns)
     tiles = ()
     for chunk in tl.static_range(min(AHEAD, CHUNKS)):
         tiles = tiles + (_tile(words, scales, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W),)  # type: ignore[assignment]
-    if ids is None:
+    if IDS_KNOWN:
         wait_for_previous(USE_PDL)
     sums = tl.zeros((PARTS * BLOCK_N, BLOCK_W // 4), tl.float32)
     squares = tl.zeros((BLOCK_W,), tl.float32)
