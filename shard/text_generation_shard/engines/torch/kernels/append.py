@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.kernels.pdl import pdl, wait_for_previous
 
 _ELEMENTS_PER_PROGRAM = 1024
 E4M3FN_MAX = tl.constexpr(448.0)
@@ -61,6 +62,7 @@ def append(
         WIDTH=width,
         PARTS=cache_layer.shape[1],
         num_warps=4,
+        **pdl(keys),
     )
 
 
@@ -87,7 +89,9 @@ def _append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    wait_for_previous(USE_PDL)
     token = tl.program_id(0)
     position = tl.load(positions + token)
     block = tl.load(block_tables + tl.load(slots + token) * table_stride + position // BLOCK_SIZE).to(tl.int64)

@@ -25,6 +25,7 @@ from text_generation_shard.engines.torch.kernels.decode_launch import (
 )
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 from text_generation_shard.engines.torch.kernels.partial_results import LOG2_E, group_sink_weights, merge
+from text_generation_shard.engines.torch.kernels.pdl import pdl, wait_for_previous
 
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
@@ -127,6 +128,7 @@ class DecodeAttention:
             BLOCK=BLOCK_SIZE,
             num_warps=config.warps,
             num_stages=config.stages,
+            **pdl(queries),
         )
         if config.splits > 1 and config.merge == "second kernel":
             _merge_kernel[(self._num_heads, rows)](
@@ -145,6 +147,7 @@ class DecodeAttention:
                 WIDTH=self._width,
                 MERGED=FLOATS_PER_WARP * 4,
                 num_warps=4,
+                **pdl(queries),
             )
 
 
@@ -181,7 +184,9 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     HAS_SOFTCAP: tl.constexpr,
     MERGED: tl.constexpr,
     LAST_ARRIVAL_MERGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    wait_for_previous(USE_PDL)
     # The split is the slowest dimension: programs without work come last and do not delay others.
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
@@ -322,7 +327,9 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    wait_for_previous(USE_PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
     if parts > 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.append import to_cache
 from text_generation_shard.engines.torch.kernels.operands import RopeStep
+from text_generation_shard.engines.torch.kernels.pdl import pdl, wait_for_previous
 
 _MANY_TOKENS = 128
 """From this number of tokens on there are enough programs, even with many heads per program."""
@@ -71,6 +72,7 @@ def rotate_and_append(
         GROUP=group,
         HALF_BLOCK=half_block,
         num_warps=num_warps,
+        **pdl(qkv),
     )
 
 
@@ -113,7 +115,9 @@ def _rotate_and_append_kernel(  # noqa: PLR0913, PLR0915 – a kernel's argument
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    wait_for_previous(USE_PDL)
     token = tl.program_id(0)
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
