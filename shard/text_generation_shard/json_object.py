@@ -170,6 +170,10 @@ class JsonObject:
             raise self._type_error(key, "true or false")
         return value
 
+    def switch(self, key: str) -> bool:
+        """Return the flag at `key`: true if it is missing, and false for null, as in the classes of transformers."""
+        return self.flag(key, default=not self.is_null(key))
+
     def text(self, key: str) -> str:
         """Return the string at `key`, which must not be empty."""
         value = self.get(key)

@@ -105,6 +105,68 @@ def is_known(place: Path_, value: object) -> bool:
     return place == ("max_position_embeddings",) and value == 30_000
 
 
+def written(folder: Path, name: str) -> dict[str, Any]:
+    """Write a random model; return its config."""
+    random_model(NATIVE[name]).save_pretrained(folder)
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        ("lfm2", {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}),
+        ("granitemoehybrid", {"layers_block_type": "layer_types"}),
+        (
+            "nemotron_h",
+            {
+                "mamba_n_groups": "n_groups",
+                "mamba_d_conv": "conv_kernel",
+                "mamba_dt_min": "time_step_min",
+                "mamba_conv_bias": "use_conv_bias",
+                "layer_types": "layers_block_type",
+            },
+        ),
+    ],
+)
+def test_older_names_of_fields_go_before_the_usual_ones(tmp_path: Path, name: str, older: dict[str, str]) -> None:
+    values = written(tmp_path, name)
+    usual = served(tmp_path, "native")
+    assert usual is not None
+    for old, new in older.items():
+        value = values[old] = values.pop(new)
+        if not isinstance(value, list):
+            values[new] = not value if isinstance(value, bool) else 3 * value
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found, expected = served(tmp_path, "native"), reference(tmp_path)
+    assert found is not None
+    assert torch.equal(found, usual)
+    assert expected is not None
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "meant"),
+    [
+        ("granitemoehybrid", "attention_multiplier", 8**-0.5),
+        ("granitemoehybrid", "mamba_conv_bias", False),
+        ("falcon_h1, normed", "mamba_norm_before_gate", False),
+    ],
+)
+def test_null_means_what_it_does_in_transformers(tmp_path: Path, name: str, key: str, meant: object) -> None:
+    values = written(tmp_path, name)
+    results = []
+    for value in (None, meant, values[key]):
+        (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
+        results.append(served(tmp_path, "native"))
+    found, expected, usual = results
+    assert found is not None
+    assert expected is not None
+    assert usual is not None
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, usual)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "name",

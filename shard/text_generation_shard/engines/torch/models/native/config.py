@@ -66,6 +66,7 @@ def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObje
     family = FAMILIES[model_type]
     wrapper = WRAPPERS.get(whole.optional_text("model_type") or "")
     _check_architecture(whole, family.architecture if wrapper is None else wrapper.architecture)
+    raw = raw.merged({name: raw.get(older) for older, name in family.older_fields if older in raw})
     if reason := _unsupported(raw, family):
         raise raw.unsupported(f"{reason}: only transformers computes such models")
     # With "vision", tokens of images alone attend to later ones.
@@ -92,7 +93,7 @@ def read_model_config(folder: Path, quantize: str | None = None, whole: JsonObje
         layers = with_images(read_layers(raw, family, windows, num_heads, head_dim), wrapper, raw)
     for rope, width in {(rope, layer.rotated_dim): None for rope, layer in zip(ropes, layers, strict=True)}:
         if (rotated := rope.rotary_dim(width)) % 2:
-            raise raw.error(f"partial_rotary_factor rotates {rotated} of {width} dimensions, an odd number")
+            raise raw.unsupported(f"partial_rotary_factor rotates {rotated} of {width} dimensions, an odd number")
         if rope.factors and len(rope.factors) != rotated // 2:
             raise raw.error(f"longrope has {len(rope.factors)} factors for {rotated} dimensions")
     return ModelConfig(
@@ -236,14 +237,14 @@ def _flag(raw: JsonObject, flag: Flag) -> bool:
 
 def _attention_scale(raw: JsonObject, family: Family, head_dim: int) -> float:
     match family.attention_scale:
-        case "head_dim":
-            return 1.0 / math.sqrt(head_dim)
         case "query_pre_attn_scalar":
             return 1.0 / math.sqrt(raw.number("query_pre_attn_scalar", 256.0))
-        case "attention_multiplier":
+        case "attention_multiplier" if not raw.is_null("attention_multiplier"):
             return raw.number("attention_multiplier", 1.0)
         case "one":
             return 1.0
+        case _:
+            return 1.0 / math.sqrt(head_dim)
 
 
 def _softcap(raw: JsonObject, name: str, default: float | None) -> float | None:

@@ -169,5 +169,7 @@ class Family:
     """True: the config has a factor for each projection of a layer, and lm_head_multiplier (Falcon-H1)."""
     prediction: PredictionNames | None = None
     """The layer that checkpoints may have to predict the token after the next one; None: it is not known."""
+    older_fields: tuple[tuple[str, str], ...] = ()
+    """Older or other names of fields, which go before the usual ones, as in transformers."""
     unsupported: tuple[tuple[str, int], ...] = ()
     """Fields with their defaults; models in which one is not 0 are computed by transformers."""

@@ -69,9 +69,10 @@ def read_intermediate_size(raw: JsonObject, family: Family) -> int:
     size = raw.count(family.intermediate_field, family.intermediate_size)
     if not family.adjusts_intermediate:
         return size
-    size = raw.count("block_ff_dim", size)
-    if not raw.flag("block_auto_adjust_ff_dim", default=True):
+    if not raw.switch("block_auto_adjust_ff_dim"):
         return size
     size = int(raw.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    if not size:
+        raise raw.error(f"{family.intermediate_field} leaves no inner values of an MLP")
     multiple = raw.count("block_multiple_of", 256)
     return -(-size // multiple) * multiple

@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.models.native.state_config import (
     DELTA_NET_FIELDS,
     MAMBA_FIELDS,
     NEMOTRON_FIELDS,
+    NEMOTRON_OLDER,
     OLMO_FIELDS,
     SHORT_CONVOLUTION_FIELDS,
     StateFamily,
@@ -61,6 +62,7 @@ LFM2 = Family(
         last_norm="model.embedding_norm",
     ),
     adjusts_intermediate=True,
+    older_fields=(("block_ff_dim", "intermediate_size"), ("tie_embedding", "tie_word_embeddings")),
     states=StateFamily("short_convolution", "conv", SHORT_CONVOLUTION_FIELDS),
 )
 BAMBA = Family(
@@ -99,6 +101,7 @@ STATE_FAMILIES: dict[str, Family] = {
     ),
     "olmo_hybrid": Family(
         "OlmoHybridForCausalLM",
+        max_positions=65_536,
         qkv_bias=ATTENTION_BIAS,
         output_bias=ATTENTION_BIAS,
         joint_query_key_norm=True,
@@ -116,6 +119,7 @@ STATE_FAMILIES: dict[str, Family] = {
         LFM2,
         architecture="Lfm2MoeForCausalLM",
         adjusts_intermediate=False,
+        older_fields=(("tie_embedding", "tie_word_embeddings"),),
         experts=ExpertFamily(
             32,
             4,
@@ -158,10 +162,13 @@ STATE_FAMILIES: dict[str, Family] = {
         rope_switch=True,
         states=StateFamily("mamba", "mixer", NEMOTRON_FIELDS, activation_field="mamba_hidden_act", single_parts=True),
         experts=NEMOTRON_EXPERTS,
+        older_fields=NEMOTRON_OLDER,
         unsupported=(("moe_latent_size", 0),),
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
+        max_positions=2048,
+        older_fields=(("layers_block_type", "layer_types"),),
         intermediate_size=1024,
         intermediate_field="shared_intermediate_size",
         qkv_bias=ATTENTION_BIAS,
