@@ -74,7 +74,7 @@ class UnsupportedError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing."""
+    """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing, but for flags."""
 
     path: Path
     values: Mapping[str, Any]
@@ -163,16 +163,11 @@ class JsonObject:
         return key in self.values and self.values[key] is None
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
+        """Return the flag at `key`. Null is false, as in the classes of transformers."""
+        value = False if self.is_null(key) else self.values.get(key, default)
         if not isinstance(value, bool):
             raise self._type_error(key, "true or false")
         return value
-
-    def switch(self, key: str) -> bool:
-        """Return the flag at `key`: true if it is missing, and false for null, as in the classes of transformers."""
-        return self.flag(key, default=not self.is_null(key))
 
     def text(self, key: str) -> str:
         """Return the string at `key`, which must not be empty."""

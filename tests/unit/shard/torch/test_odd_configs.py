@@ -151,6 +151,8 @@ def test_older_names_of_fields_go_before_the_usual_ones(tmp_path: Path, name: st
         ("granitemoehybrid", "attention_multiplier", 8**-0.5),
         ("granitemoehybrid", "mamba_conv_bias", False),
         ("falcon_h1, normed", "mamba_norm_before_gate", False),
+        ("deepseek_v3", "norm_topk_prob", False),
+        ("deepseek_v3", "rope_interleave", False),
     ],
 )
 def test_null_means_what_it_does_in_transformers(tmp_path: Path, name: str, key: str, meant: object) -> None:

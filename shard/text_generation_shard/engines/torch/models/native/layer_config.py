@@ -69,7 +69,7 @@ def read_intermediate_size(raw: JsonObject, family: Family) -> int:
     size = raw.count(family.intermediate_field, family.intermediate_size)
     if not family.adjusts_intermediate:
         return size
-    if not raw.switch("block_auto_adjust_ff_dim"):
+    if not raw.flag("block_auto_adjust_ff_dim", default=True):
         return size
     size = int(raw.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     if not size:

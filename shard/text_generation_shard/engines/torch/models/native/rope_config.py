@@ -110,7 +110,7 @@ def _read_rope(
         attention_factor=_optional(inner, "attention_factor"),
         mscale=_optional(inner, "mscale") or 0.0,
         mscale_all_dim=_optional(inner, "mscale_all_dim") or 0.0,
-        truncate=inner.switch("truncate"),
+        truncate=inner.flag("truncate", default=True),
         query_beta=_optional(inner, "llama_4_scaling_beta") or 0.0,
     )
 

@@ -152,7 +152,7 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     if sizes["taps"] < 2:
         raise raw.unsupported(f"{family.fields['taps'][0]} is 1: the convolution reads no earlier token")
     flags: dict[str, Any] = {}
-    if family.separate and raw.switch("linear_allow_neg_eigval"):
+    if family.separate and raw.flag("linear_allow_neg_eigval", default=True):
         flags["beta_scale"] = 2.0
     if family.kind == "short_convolution":
         flags["bias"] = flags["convolution_bias"] = raw.flag("conv_bias", default=False)
@@ -161,7 +161,7 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     elif sizes["heads"] % sizes["groups"]:
         raise raw.error(f"{sizes['heads']} heads of values cannot share {sizes['groups']} heads of keys")
     if family.single_parts:
-        flags = {"bias": raw.flag("use_bias", default=False), "convolution_bias": raw.switch("use_conv_bias")}
+        flags = {"bias": raw.flag("use_bias", default=False), "convolution_bias": raw.flag("use_conv_bias", default=True)}
         flags |= {"gate_first": True, "least_step": raw.number("time_step_min", 0.001)}
     elif family.kind == "mamba":
         sizes["value_width"] = _mamba_head(raw, family, sizes["heads"], hidden_size)
@@ -214,10 +214,10 @@ def _mamba_flags(raw: JsonObject, family: StateFamily) -> dict[str, Any]:
     has_norm, norm_first = True, False
     if family.optional_norm:
         has_norm = raw.flag("mamba_rms_norm", default=False)
-        norm_first = raw.switch("mamba_norm_before_gate")
+        norm_first = raw.flag("mamba_norm_before_gate", default=True)
     return {
         "bias": raw.flag("mamba_proj_bias", default=False),
-        "convolution_bias": raw.switch("mamba_conv_bias"),
+        "convolution_bias": raw.flag("mamba_conv_bias", default=True),
         "has_norm": has_norm,
         "gate_first": not norm_first,
     }
