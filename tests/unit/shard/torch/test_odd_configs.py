@@ -19,7 +19,7 @@ from full_grid import full
 from model_families import FAMILIES, tiny_config
 from model_families import random_model as random_library_model
 from native_families import native_configs
-from tiny_transformers import SHAPE, random_model
+from tiny_transformers import SHAPE, random_model, save
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -107,7 +107,7 @@ def is_known(place: Path_, value: object) -> bool:
 
 def written(folder: Path, name: str) -> dict[str, Any]:
     """Write a random model; return its config."""
-    random_model(NATIVE[name]).save_pretrained(folder)
+    save(random_model(NATIVE[name]), folder)
     values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return values
 
@@ -167,6 +167,18 @@ def test_null_means_what_it_does_in_transformers(tmp_path: Path, name: str, key:
     assert usual is not None
     assert torch.equal(found, expected)
     assert not torch.equal(found, usual)
+
+
+@pytest.mark.parametrize("name", [full(name) for name in NATIVE])
+def test_a_null_is_refused_or_computed_as_transformers_does(tmp_path: Path, name: str) -> None:
+    values = written(tmp_path, name)
+    wrong = []
+    for key in values.keys() - {"text_config"}:  # without it, transformers builds its largest model
+        (tmp_path / "config.json").write_text(json.dumps(values | {key: None}))
+        result, expected = served(tmp_path, "native"), reference(tmp_path)
+        if result is not None and expected is not None and not (result - expected).norm() <= 1e-4 * expected.norm():
+            wrong.append(key)
+    assert wrong == []
 
 
 @pytest.mark.timeout(1800)

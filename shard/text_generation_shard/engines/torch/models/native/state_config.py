@@ -161,8 +161,12 @@ def read_states(raw: JsonObject, family: StateFamily | None, num_layers: int, hi
     elif sizes["heads"] % sizes["groups"]:
         raise raw.error(f"{sizes['heads']} heads of values cannot share {sizes['groups']} heads of keys")
     if family.single_parts:
-        flags = {"bias": raw.flag("use_bias", default=False), "convolution_bias": raw.flag("use_conv_bias", default=True)}
-        flags |= {"gate_first": True, "least_step": raw.number("time_step_min", 0.001)}
+        flags = {
+            "bias": raw.flag("use_bias", default=False),
+            "convolution_bias": raw.flag("use_conv_bias", default=True),
+            "gate_first": True,
+            "least_step": raw.number("time_step_min", 0.001),
+        }
     elif family.kind == "mamba":
         sizes["value_width"] = _mamba_head(raw, family, sizes["heads"], hidden_size)
         flags = _mamba_flags(raw, family)
