@@ -333,3 +333,9 @@ def test_the_text_part_of_a_model_has_its_own_head_if_the_checkpoint_has_one(tmp
     assert (config.model_type, config.dtype, config.tie_word_embeddings) == ("mistral", "bfloat16", True)
     save_file({f"{prefix}.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert not read_model_config(tmp_path).tie_word_embeddings
+
+
+def test_a_text_part_of_one_class_is_of_its_type_whatever_it_says(tmp_path: Path) -> None:
+    text = values(of("gemma3_text")) | {"model_type": "gemma2"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert read_model_config(tmp_path).model_type == "gemma3_text"
