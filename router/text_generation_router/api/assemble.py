@@ -17,7 +17,7 @@ from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.cluster_interface import ClusterInterface
 from text_generation_router.config import RouterConfig
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
-from text_generation_router.media.reader import ImageReader, ImageTokens
+from text_generation_router.media.reader import UNUSABLE, ImageReader, ImageTokens
 from text_generation_router.metrics import HttpMetrics
 from text_generation_router.permits import ConcurrencyLimit
 from text_generation_router.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def _image_reader(tokenizer: Tokenizer, settings: Settings, stage: PendingWork) 
         return None
     try:
         tokens = ImageTokens.load(Path(config.model_path), tokenizer)
-    except (KeyError, ValueError) as error:
+    except UNUSABLE as error:
         log.warning("images are not served: the files of the model do not tell their tokens", reason=repr(error))
         return None
     if tokens is None:

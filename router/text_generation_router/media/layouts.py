@@ -81,8 +81,10 @@ def _qwen(files: ModelFiles, least: int = 56 * 56, most: int = 28 * 28 * 1280, f
     The area is that of all frames that the model sees at a time, of which an image is each.
     """
     factor = files.side("patch_size", default=14) * files.side("merge_size", default=2)
-    least = files.images.get("min_pixels") or files.edge("shortest_edge", default=least)
-    most = files.images.get("max_pixels") or files.edge("longest_edge", default=most)
+    # GLM's processors, with two frames, have bounds in `size` alone.
+    bounds = files.images if frames == 1 else {}
+    least = bounds.get("min_pixels") or files.edge("shortest_edge", default=least)
+    most = bounds.get("max_pixels") or files.edge("longest_edge", default=most)
 
     def layout(size: Size) -> Iterator[Piece]:
         if frames > 1 and min(size) < factor:

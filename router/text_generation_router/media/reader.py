@@ -58,6 +58,10 @@ WORKER_BYTES = 128 << 20
 _DATA = re.compile(r"data:[\w.+/-]{0,100}(?:;[\w.+=/-]{1,100}){0,4},", re.ASCII | re.IGNORECASE)
 
 
+UNUSABLE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError
+"""Errors of files whose values have other types or sizes than a layout needs."""
+
+
 class ReadImage(NamedTuple):
     image: ImageFile
     size: Size
@@ -67,7 +71,7 @@ class ImageTokens:
     """The form of images in the prompts of a model."""
 
     def __init__(self, family: ImageFamily, files: ModelFiles, tokenizer: Tokenizer) -> None:
-        """Raises KeyError or ValueError for files that do not tell it."""
+        """Raises one of UNUSABLE for files that do not tell it."""
         config = files.config
         self._tokenizer = tokenizer
         self._image_id: int = config["image_token_id"] if "image_token_id" in config else config["image_token_index"]
@@ -83,14 +87,16 @@ class ImageTokens:
     def load(cls, folder: Path, tokenizer: Tokenizer) -> Self | None:
         """Read the files of a model; None if its type is unknown here.
 
-        Raises ModelFileError, KeyError or ValueError for files that cannot be used.
+        Raises one of UNUSABLE for files that cannot be used.
         """
         config = _read(folder, "config.json")
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             return None
         processor = _read(folder, "processor_config.json")
-        images = _read(folder, "preprocessor_config.json") or processor.get("image_processor") or {}
+        # As in transformers, which writes both in its fifth version if a folder had the second one.
+        inner = processor.get("image_processor")
+        images = inner if isinstance(inner, dict) else _read(folder, "preprocessor_config.json")
         return cls(family, ModelFiles(config, processor, images), tokenizer)
 
     def spelled(self, text: str) -> str:

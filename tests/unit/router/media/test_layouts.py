@@ -15,7 +15,7 @@ from PIL import Image as PilImage
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.media.reader import ImageTokens, ReadImage
+from text_generation_router.media.reader import UNUSABLE, ImageTokens, ReadImage
 from text_generation_router.request import ImageFile
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any], Callable[[Any],
         {},
         "glm46v",
         "Glm46V",
-        {"size": {"shortest_edge": 200000, "longest_edge": 400000}},
+        {"size": {"shortest_edge": 200000, "longest_edge": 400000}, "min_pixels": 3136, "max_pixels": 9408},
         processor("glm46v", "Glm46VProcessor", image_token="<|image|>"),
         "<|image|>",
     ),
@@ -330,3 +330,35 @@ def test_a_model_that_does_not_tell_its_sizes_is_refused(
 ) -> None:
     with pytest.raises(KeyError, match="patch_size"):
         load(tmp_path, library_tokenizer, {"model_type": "mistral3", "image_token_id": 1})
+
+
+def test_an_object_in_the_processors_file_goes_before_the_file_of_image_processors(
+    library_tokenizer: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    config = {"model_type": "qwen2_5_vl", "image_token_id": library_tokenizer.token_to_id("<|image_pad|>")}
+    rows = {}
+    for inner in (None, {}, {"size": {"shortest_edge": 3136, "longest_edge": 6272}}):
+        files = {"preprocessor_config": {"max_pixels": 12544}, "processor_config": {"image_processor": inner}}
+        tokens = load(tmp_path, library_tokenizer, config, **files)
+        rows[str(inner)] = len(placed(tokens, library_tokenizer, "<|image_pad|>", [(280, 280)]))
+    assert list(rows.values()) == [16, 100, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        (
+            "llava",
+            {
+                "processor_config": {"patch_size": 14, "num_additional_image_tokens": None},
+                "preprocessor_config": {"crop_size": {"height": 56, "width": 56}},
+            },
+        ),
+        ("idefics3", {"preprocessor_config": {"size": [56, 56]}}),
+    ],
+)
+def test_files_with_values_of_other_types_are_unusable(
+    library_tokenizer: tokenizers.Tokenizer, tmp_path: Path, name: str, files: dict[str, Any]
+) -> None:
+    with pytest.raises(UNUSABLE):
+        load(tmp_path, library_tokenizer, {"model_type": name, "image_token_id": 1, **CLIP}, **files)
