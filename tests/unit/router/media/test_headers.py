@@ -11,6 +11,7 @@ import pytest
 from pictures import picture
 from PIL import Image, ImageOps
 
+from text_generation_common.exif import orientation
 from text_generation_router.media.headers import BadImage, image_size
 
 MOST = 1 << 20
@@ -45,6 +46,21 @@ def test_the_size_is_that_of_the_upright_photo(turned: int | None) -> None:
             assert image_size(file, MOST) == ImageOps.exif_transpose(Image.open(io.BytesIO(file))).size
     cut_off = picture(13, 7, kind="JPEG", exif=exif.tobytes()[:-30])
     assert image_size(cut_off, MOST) in ((13, 7), (7, 13))
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("kind", [1, 2, 3, 4, 6, 7, 8, 9])
+def test_an_orientation_of_any_type_turns_a_photo_as_in_pillow(kind: int, order: str) -> None:
+    entry = struct.pack(f"{order}HHI", 0x0112, kind, 1) + struct.pack(
+        order + {1: "Bxxx", 4: "I", 6: "bxxx", 9: "i"}.get(kind, "Hxx"), 6
+    )
+    tiff = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, 1) + entry + bytes(4)
+    for exif in (tiff, b"Exif\0\0" + tiff):
+        plain = picture(13, 7)
+        file = plain[:33] + chunk(b"eXIf", exif) + plain[33:]
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+        assert image_size(file, MOST) == turned.size
+        assert (turned.size == (7, 13)) == (orientation(Image.open(io.BytesIO(file)).info["exif"]) == 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
