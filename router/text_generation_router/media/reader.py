@@ -94,7 +94,7 @@ class ImageTokens:
         if family is None:
             return None
         processor = _read(folder, "processor_config.json")
-        # As in transformers, which writes both in its fifth version if a folder had the second one.
+        # As in transformers, whose version 5 may write it beside an older preprocessor_config.json.
         inner = processor.get("image_processor")
         images = inner if isinstance(inner, dict) else _read(folder, "preprocessor_config.json")
         return cls(family, ModelFiles(config, processor, images), tokenizer)
