@@ -166,7 +166,6 @@ def _text_part(raw: JsonObject) -> JsonObject:
     if "text_config" not in raw and not wrapper.is_flat:
         raise raw.error("text_config is missing")
     text = raw.decoder()
-    # Transformers has one class for a part of a type of its own, whatever it says; others may be of any type.
     is_fixed = text is raw or wrapper.text_type.endswith("_text")
     model_type = wrapper.text_type if is_fixed else text.optional_text("model_type") or wrapper.text_type
     return text.merged({"model_type": model_type, "tie_word_embeddings": _shares_head(raw, wrapper)})

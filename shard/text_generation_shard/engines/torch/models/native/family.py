@@ -51,7 +51,7 @@ class Wrapper:
 
     architecture: str
     text_type: str
-    """Default model_type of the text part."""
+    """Default model_type of the text part; `…_text` has a class of its own, which transformers takes whatever the part says."""
     ties: bool = False
     """Default of tie_word_embeddings."""
     max_images: int = MANY_IMAGES
