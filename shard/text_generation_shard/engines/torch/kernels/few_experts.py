@@ -24,26 +24,23 @@ def few_experts(  # noqa: PLR0913 – the options of three kernels
     activation: GatedActivation,
     few: tuple[MatvecWeight, MatvecWeight],
     *,
-    norm: tuple[Tensor | None, float] = (None, 0.0),
     out: Tensor | None = None,
     add: bool = False,
     scale: float = 1.0,
 ) -> Tensor:
     """Return the weighted sum over the k experts of each token, as `experts` does; `few` are the `few_weights`.
 
-    With a `norm` (weight and eps), x is float32 and normed first. With `out` [tokens, hidden], `scale` times the sum is written to
-    it, or added to it if `add`.
+    With `out` [tokens, hidden], `scale` times the sum is written to it, or added to it if `add`.
     """
     pairs, (count, columns, _) = ids.numel(), gate_up.weight.shape
     gated = activation if activation.has_gate else None
-    dtype = x.dtype if norm[0] is None else gate_up.weight.dtype
-    inner = torch.empty(pairs, columns if gated is None else columns // 2, dtype=dtype, device=x.device)
+    inner = x.new_empty(pairs, columns if gated is None else columns // 2)
     results = torch.empty(pairs, down.weight.shape[1], dtype=torch.float32, device=x.device)
     experts = ChosenExperts(ids, ids.shape[1], count)
-    matvec(x, few[0], inner, gate_up.bias, norm=norm, activation=gated, experts=experts)
+    matvec(x, few[0], inner, gate_up.bias, activation=gated, experts=experts)
     if gated is None:
         inner = activation(inner)
     matvec(inner, few[1], results, experts=ChosenExperts(ids, 1, count, known=True))
     if out is None:
-        out = torch.empty(len(ids), results.shape[1], dtype=dtype, device=x.device)
+        out = x.new_empty(len(ids), results.shape[1])
     return weighted_sum(results, None, ids, weights, down.bias, out, add=add, scale=scale)

@@ -115,19 +115,19 @@ class DeviceOps(Ops):
         few = few_weights(gate_up, down, routing.each * len(stream.residual))
         if weight is None or few is None:
             return False
-        residual, norm = stream.residual, (before.weight, before.eps)
-        logits = torch.empty(len(residual), weight.shape[0], dtype=torch.float32, device=residual.device)
-        self._kernels.matvec(residual, weight, logits, router.bias, norm=norm)
+        # Not in each program of the products: those of the experts have little else to do for each of them.
+        residual, x = stream.residual, self.norm(stream, before)
+        logits = torch.empty(len(x), weight.shape[0], dtype=torch.float32, device=x.device)
+        self._kernels.matvec(x, weight, logits, router.bias)
         ids, weights = self.route(logits[:, : len(gate_up.weight)], routing)
         self._kernels.few_experts(
-            residual,
+            x,
             ids,
             weights,
             gate_up,
             down,
             activation,
             few,
-            norm=norm,
             out=residual,
             add=self._group.tp.rank == 0,  # as in add_linear
             scale=stream.scale,
