@@ -1,10 +1,11 @@
 """Products of a weight of packed integers with a few rows, with the operations next to them: see matvec.py.
 
-A word of int32 holds codes of 4 or 8 bits of one row of the weight. Masked, and read as a float without an exponent, it is code j
-times a power of two, without any conversion: a denormal number, which a GPU multiplies as fast as others. The values of x are
-multiplied by powers of two that make the products normal numbers of equal scale, so none of this rounds. Codes that are floats are
-moved to where a float32 has its sign, and from there, sign extended, to its lowest bits of the exponent and its highest of the
-mantissa.
+A word of int32 holds codes of 4 or 8 bits of one row of the weight. On Hopper GPUs and later ones, codes of 4 bits and floats
+are multiplied in float16, two at a time: see half_products.py. Other codes are multiplied in float32. Masked, and read as a float
+without an exponent, a word is code j times a power of two, without any conversion: a denormal number, which a GPU multiplies as fast
+as others. The values of x are multiplied by powers of two that make the products normal numbers of equal scale, so none of this
+rounds. Codes that are floats are moved to where a float32 has its sign, and from there, sign extended, to its lowest bits of the
+exponent and its highest of the mantissa.
 
 A thread loads four words at once; in their blocks, see packed_weight.py, it needs four consecutive values of x for each j.
 """
@@ -14,14 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import gated
+from text_generation_shard.engines.torch.kernels.half_products import half_unit, sums_of_halves
 from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
 from text_generation_shard.engines.torch.kernels.packed_weight import WORD_BITS, PackedWeight
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, pdl, wait_for_previous
+from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, pdl, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
 
 _MANTISSA_BITS, _EXPONENT_BIAS = {32: 23, 8: 3, 4: 1}, {32: 127, 8: 7, 4: 1}
@@ -32,8 +35,8 @@ _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
 _WORDS_OF_A_WARP = 128
 """16 bytes for each thread."""
-_BLOCK_N, _MAX_WARPS = 8, 4
-"""The best of -m text_generation_bench.quantized_tilings --rows 1 for each product of an 8B model on an H200."""
+_BLOCK_N = 8
+"""The best, or nearly, of -m text_generation_bench.quantized_tilings --rows 1 for the products of 8B and 27B models on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,10 @@ def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False, exp
     block_n = _BLOCK_N
     while block_n > 1 and columns < block_n * PROGRAMS_WANTED:
         block_n //= 2
-    warps = max(triton.next_power_of_2(parts), 1)
-    if bits == 8:  # twice the bytes
-        return PackedConfig(block_n, min(warps * (2 if gated else 1), 2 * _MAX_WARPS))
-    return PackedConfig(block_n, min(warps, _MAX_WARPS))
+    warps = triton.next_power_of_2(max(parts, 1))
+    if bits == 8:
+        return PackedConfig(block_n, min(warps, 4 if gated else 8))
+    return PackedConfig(block_n, min(warps, 2 if block_n == _BLOCK_N else 4))
 
 
 def packed_matvec(  # noqa: PLR0913 – the options of one kernel
@@ -76,7 +79,7 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
     experts: ChosenExperts | None = None,
     config: PackedConfig | None = None,
 ) -> None:
-    """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
+    """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `out` [rows, outputs] in any float dtype, `bias` [outputs]. With a `norm` (weight [inputs] and eps), x is
     normed first, see norm.py. With an `activation`, half of the weight's rows are gates and out [rows, outputs / 2] =
@@ -111,6 +114,7 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
         GROUPS=weight.scales.shape[1],
         PLANE=weight.plane,
         FLOATS=weight.floats,
+        HALVES=_multiplies_halves(x, weight, out),
         EXPERTS_EACH=1 if experts is None else experts.each,
         IDS_KNOWN=experts is None or experts.known,
         KIND=None if activation is None else activation.kind,
@@ -123,6 +127,12 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
         num_warps=config.num_warps,
         **pdl(x),
     )
+
+
+def _multiplies_halves(x: Tensor, weight: PackedWeight, out: Tensor) -> bool:
+    """Return True if the products are those of half_products.py: unless all is in float32, or on GPUs before Hopper."""
+    is_float32 = x.dtype == out.dtype == torch.float32
+    return supports_pdl(x) and not is_float32 and (weight.floats or weight.bits == 4)
 
 
 @triton.jit
@@ -146,6 +156,7 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     GROUPS: tl.constexpr,
     PLANE: tl.constexpr,
     FLOATS: tl.constexpr,
+    HALVES: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
     IDS_KNOWN: tl.constexpr,
     KIND: tl.constexpr,
@@ -161,6 +172,7 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
     WIDTH: tl.constexpr = K // PER_WORD
     CHUNKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
     PARTS: tl.constexpr = 1 if KIND is None else 2
+    UNIT: tl.constexpr = half_unit(BITS, FLOATS) if HALVES else _UNIT
     if not IDS_KNOWN:  # as in matvec.py
         wait_for_previous(USE_PDL)
     launch_dependents(USE_PDL)
@@ -194,24 +206,26 @@ def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are
                 squares += part * part
                 part *= _inputs(norm_weight + inputs + j * PLANE, inside, (chunk + 1) * BLOCK_W <= WIDTH)
             total += part
-            values = values + (part * _factor(BITS, j, FLOATS),)  # type: ignore[assignment]
+            values = values + (part if HALVES else part * _factor(BITS, j, FLOATS),)  # type: ignore[assignment]
         tile = tiles[chunk]  # type: ignore[var-annotated]
         codes = tile[0]  # type: ignore[var-annotated]
-        total *= -_UNIT
-        if zeros is None and not FLOATS:
-            total *= 1 << (BITS - 1)
-            products = tl.broadcast_to(total[None, :], (PARTS * BLOCK_N, BLOCK_W))
+        if HALVES:
+            quads = sums_of_halves(codes, values, BITS, FLOATS)
         else:
             products = tl.zeros((PARTS * BLOCK_N, BLOCK_W), tl.float32)
-        for j in tl.static_range(PER_WORD):
-            products += _code(codes, BITS, j, FLOATS) * values[j][None, :]
-        quads = _sum_of_fours(products, PARTS * BLOCK_N, BLOCK_W)
-        if zeros is not None:
-            quad_zeros = _of_groups(zeros, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W).to(tl.float32)
-            quads += quad_zeros * tl.sum(tl.reshape(total, (BLOCK_W // 4, 4)), axis=1)[None, :]
+            for j in tl.static_range(PER_WORD):
+                products += _code(codes, BITS, j, FLOATS) * values[j][None, :]
+            quads = _sum_of_fours(products, PARTS * BLOCK_N, BLOCK_W)
+        if not FLOATS:
+            total = tl.sum(tl.reshape(total * -UNIT, (BLOCK_W // 4, 4)), axis=1)
+            if zeros is None:
+                quads += total[None, :] * (1 << (BITS - 1))
+            else:
+                quad_zeros = _of_groups(zeros, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W).to(tl.float32)
+                quads += quad_zeros * total[None, :]
         sums += quads * tile[1].to(tl.float32)
     result = tl.sum(sums, axis=1)
-    result *= 1 / _UNIT
+    result *= 1 / UNIT
     if norm_weight is not None:
         result *= tl.rsqrt(tl.sum(squares) / K + eps)
     if bias is not None:

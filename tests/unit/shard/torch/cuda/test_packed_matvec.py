@@ -18,6 +18,8 @@ from text_generation_shard.engines.torch.weights.quantization.formats.float4 imp
 from text_generation_shard.engines.torch.weights.quantization.formats.integers import packed
 
 EPS = 1e-5
+HALF_ERROR = 1e-2
+"""The largest error of sums in float16, see half_products.py, with which a gate may be near zero."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ def normal(like: PackedWeight, *shape: int, dtype: torch.dtype = torch.float32) 
     return torch.randn(*shape, device=like.words.device).to(dtype)
 
 
+def is_close(out: Tensor, product: Tensor) -> bool:
+    """Return True if the product is rounded once, or on a GPU near to it."""
+    return rounded_once(out, product) or (out.is_cuda and relative_error(out, product) < HALF_ERROR)
+
+
 def test_a_packed_weight_stands_for_its_values(weights: tuple[PackedWeight, Tensor]) -> None:
     weight, values = weights
     assert torch.equal(dequantized(weight), values.float())
@@ -96,10 +103,10 @@ def test_the_products_of_chosen_experts(weights: tuple[PackedWeight, Tensor], dt
     out = x.new_full((4, outputs), torch.nan)
     product = (x.double() @ values.T + bias.double()).view(2, 2, -1)[[0, 0, 1, 1], experts.ids.long()]
     matvec(x, weight, out, bias, experts=experts)
-    assert rounded_once(out, product)
+    assert is_close(out, product)
     inner, swiglu = x.new_full((4, outputs // 2), torch.nan), GatedActivation("clamped_swiglu", interleaved=True)
     matvec(x, weight, inner, bias, activation=swiglu, experts=experts)
-    assert rounded_once(inner, swiglu(product))
+    assert is_close(inner, swiglu(product))
 
 
 def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, Tensor], dtype: torch.dtype) -> None:
@@ -110,24 +117,25 @@ def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, T
     out, inner = (residual.new_full((2, width), torch.nan, dtype=dtype) for width in (outputs, outputs // 2))
     product = rms_norm(residual.double(), norm_weight.double(), EPS) @ values.T + bias.double()
     matvec(residual, weight, out, bias, norm=(norm_weight, EPS))
-    assert rounded_once(out, product)
+    assert is_close(out, product)
     matvec(residual, weight, inner, bias, norm=(norm_weight, EPS), activation=GatedActivation("silu"))
-    assert rounded_once(inner, activate(product, "silu"))
+    assert is_close(inner, activate(product, "silu"))
     x, sums = normal(weight, 2, inputs, dtype=dtype), normal(weight, 2, outputs)
     product = (x.double() @ values.T + bias.double()) * 0.3
     expected = sums.double() + product
     matvec(x, weight, sums, bias, add=True, scale=0.3)
-    assert rounded_once(sums, expected)
+    assert is_close(sums, expected)
     matvec(x, weight, out, bias, scale=0.3)
-    assert rounded_once(out, product)
+    assert is_close(out, product)
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e9], ids=["tiny", "huge"])
 def test_no_size_of_the_inputs_loses_precision(device: torch.device, dtype: torch.dtype, size: float) -> None:
     weight, values = Case(4, 128, 4, 512, zeros=False).weight(device, dtype)
     x, out = normal(weight, 1, 512) * size, torch.empty(1, 4, device=device)
-    matvec(x, weight, out)
-    assert relative_error(out, x.double() @ values.T) < 1e-6
+    for each in (x, x.bfloat16()):
+        matvec(each, weight, out)
+        assert is_close(out, each.double() @ values.T)
 
 
 def test_all_tilings_agree(device: torch.device, dtype: torch.dtype) -> None:
@@ -136,7 +144,7 @@ def test_all_tilings_agree(device: torch.device, dtype: torch.dtype) -> None:
     for config in (PackedConfig(1, 1, 1), PackedConfig(8, 1, 2), PackedConfig(2, 4, 4), PackedConfig(4, 2, 1)):
         out = torch.full((1, 12), torch.nan, device=device)
         packed_matvec(x, weight, out, config=config)
-        assert rounded_once(out, x.double() @ values.T), config
+        assert is_close(out, x.double() @ values.T), config
 
 
 def test_groups_that_no_load_divides_are_not_packed(device: torch.device) -> None:
