@@ -20,7 +20,7 @@ from text_generation_shard.engines.torch.models.native.config import read_model_
 def compile_part(config: ShardConfig, part: int, parts: int) -> None:
     """Capture the graphs of one of `parts` parts with a small model; the first part computes the largest step, then all graphs."""
     prepared = prepare(config, read_model_config(Path(config.model_path), config.quantize), Target.of(config))
-    builder, runner = build_model(config, replace(prepared, model=one_of_each_kind(prepared.model)), compiles=False)
+    builder, runner = build_model(config, replace(prepared, model=one_of_each_kind(prepared.model)), ahead=None)
     if part == 0:
         limits = WarmUpLimits(max_batch_total_tokens=2 * prepared.info.suggested_prefill_tokens)
         builder.engine(runner).warm_up(limits)

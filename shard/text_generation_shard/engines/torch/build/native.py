@@ -22,9 +22,7 @@ from text_generation_shard.engines.torch.weights.load import load
 def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     prepared = prepare(config, model_config, Target.of(config))
-    ahead = CompileAhead(config, prepared)
-    builder, runner = build_model(config, prepared)
-    ahead.wait()
+    builder, runner = build_model(config, prepared, CompileAhead(config, prepared))
     return builder.engine(runner)
 
 
@@ -36,9 +34,12 @@ def load_model(config: ShardConfig, model_config: ModelConfig, weights: ModelWei
 
 
 def build_model(
-    config: ShardConfig, prepared: Prepared[ModelConfig], *, compiles: bool = True
+    config: ShardConfig, prepared: Prepared[ModelConfig], ahead: CompileAhead | None
 ) -> tuple[EngineBuilder, Runner]:
-    """Load a model and return its runner, and the builder of its engine. `compiles`: see `DeviceKernels`. Raises EngineError."""
+    """Load a model and return its runner, and the builder of its engine. Raises EngineError.
+
+    `ahead`: the processes that compile its kernels; None in one of them.
+    """
     model_config = prepared.model
     builder = EngineBuilder(config, prepared)
     on_cpu, group = builder.device.type == "cpu", builder.group
@@ -55,6 +56,8 @@ def build_model(
     }
     fp8 = fp8_cache(config, kv_heads, builder.device, model_config.family.names.attention)
     load_model(config, model_config, weights)
+    if ahead is not None:
+        ahead.wait()  # copies of weights depend on the memory that is free
     weights.process_weights_after_loading()
     if on_cpu:
         weights.pack()
@@ -70,6 +73,6 @@ def build_model(
         state_bytes=weights.state_bytes,
         has_axes=any(rope.axes for rope in model_config.ropes),
         image_levels=model_config.image_levels,
-        compiles=compiles,
+        compiles=ahead is not None,
     )
     return builder, runner

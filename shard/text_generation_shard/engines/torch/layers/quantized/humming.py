@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 MAX_ROWS, MAX_COPIED = 96, 1 << 25
 """Rows from which on a dequantized copy is faster, for weights of at most MAX_COPIED values; larger ones have no copy."""
 FREE_FOR_CACHE = 0.5
-"""Share of the device's memory that copies for our own kernel leave free."""
+"""Share of the device's memory that copies for our own kernels leave free."""
+FREE_FOR_STEPS, CACHED_TOKENS = 1 / 16, 1 << 19
+"""Copies for one token of a mixture may leave less: this share, and the KV cache of 256 sequences of 2,048 tokens."""
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 128, 32
 """Multiples of the sizes of a weight that its layout needs."""
 MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
@@ -131,7 +133,7 @@ class HummingLinear:
         zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
         if layer.shape_n * layer.shape_k <= MAX_COPIED:
             self._dense = dense_weight(self._weights, self.weight, scales, zeros).to(layer.torch_dtype)
-        if has_matvec_copy(self.projections, self.weight.device):
+        if has_copy(self.projections, self.weight.device):
             self.matvec_weight = matvec_copy(self._weights, self.weight, scales, zeros)
         layer.transform()
         self.weight = layer.weight.data
@@ -215,12 +217,19 @@ def tilings(config: "LayerConfig", bits: int) -> Tilings:
     return Tilings(config, None, found)
 
 
-def has_matvec_copy(projections: Sequence[Projection], device: torch.device) -> bool:
-    """Return True if there is room for a copy of a weight for our own kernel of a few rows.
+def has_copy(projections: Sequence[Projection], device: torch.device, token_bytes: int | None = None) -> bool:
+    """Return True if there is room for a copy of a weight for our own kernels; the KV cache needs the rest of the memory.
 
-    Divided weights have none: ranks must compute the same products, and their free memory differs.
+    Divided weights have none: ranks must compute the same products, and their free memory differs. `token_bytes`: of a token in the
+    cache, if the copy may leave less than FREE_FOR_CACHE.
     """
-    return all(each.is_whole for each in projections) and has_room(device)
+    if not all(each.is_whole for each in projections):
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    needed = FREE_FOR_CACHE * total
+    if token_bytes is not None:
+        needed = min(needed, FREE_FOR_STEPS * total + CACHED_TOKENS * token_bytes)
+    return free >= needed
 
 
 def matvec_copy(weights: WeightFormat, words: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight | None:
@@ -232,12 +241,6 @@ def matvec_copy(weights: WeightFormat, words: Tensor, scales: Tensor, zeros: Ten
     return PackedWeight.of(words, scales, points, bits, floats=not integers)
 
 
-def has_room(device: torch.device) -> bool:
-    """Return True if there is memory for further copies of weights: the KV cache needs the rest."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free >= FREE_FOR_CACHE * total
-
-
 class HummingExperts:
     """A product with one packed weight for each expert, in the formats of `HummingLinear` and in MXFP4 as gpt-oss stores it.
 
@@ -245,12 +248,17 @@ class HummingExperts:
     """
 
     def __init__(
-        self, experts: Sequence[Sequence[Projection]], weights: WeightFormat, device: torch.device, dtype: torch.dtype
+        self,
+        experts: Sequence[Sequence[Projection]],
+        weights: WeightFormat,
+        device: torch.device,
+        dtype: torch.dtype,
+        token_bytes: int,
     ) -> None:
-        """`experts` has the projections of each expert, which are fused; all have the same sizes."""
+        """`experts` has the projections of each expert, which are fused; all have the same sizes. `token_bytes`: see `has_copy`."""
         from humming.layer import HummingLayer
 
-        self._experts, self._weights = experts, weights
+        self._experts, self._weights, self._token_bytes = experts, weights, token_bytes
         self.matvec_weight: PackedWeight | None = None
         self.panels: ExpertPanels | None = None
         with torch.device(device):
@@ -277,13 +285,13 @@ class HummingExperts:
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernels; reorder them for humming's."""
         tensors, device = packed_tensors(self._layer), self._layer.weight.device
-        if has_matvec_copy(self._experts[0], device):
+        if has_copy(self._experts[0], device, self._token_bytes):
             flat = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
             stored = flat["weight"], flat["weight_scale"], flat.get("zero_point")
             self.matvec_weight = matvec_copy(self._weights, *stored)
         is_mxfp4 = isinstance(self._weights, Mxfp4Format | GptOssMxfp4Format)
         takes_panels = is_mxfp4 and self._layer.torch_dtype == torch.bfloat16 and compute_capability(device) == HOPPER
-        if takes_panels and has_matvec_copy(self._experts[0], device):
+        if takes_panels and has_copy(self._experts[0], device):
             self.panels = ExpertPanels.of(tensors["weight"], tensors["weight_scale"])
         self._layer.transform()
         self._tilings = expert_tilings(self._layer.humming_config)

@@ -76,6 +76,11 @@ class ModelConfig(DecoderNumbers):
         return tuple(compress(self.layers, has))
 
     @property
+    def cache_width(self) -> int:
+        """Numbers of a token in the KV cache of the layers without a window."""
+        return sum(layer.vectors * layer.head_dim for layer in self.attention_layers if layer.window is None)
+
+    @property
     def projection_weights(self) -> int:
         """Number of weights in the projections of all layers: nearly all weights but the embeddings."""
         return self._weights(0 if self.experts is None else self.experts.count)
