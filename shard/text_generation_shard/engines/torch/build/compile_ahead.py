@@ -90,10 +90,11 @@ class CompileAhead:
 
     def wait(self) -> None:
         """Wait for the helpers. What they failed to compile is compiled when it is used."""
-        if not self._helpers:
+        helpers, self._helpers = self._helpers, []
+        if not helpers:
             return
         codes = {}
-        for helper, follower in zip(self._helpers, self._followers, strict=True):
+        for helper, follower in zip(helpers, self._followers, strict=True):
             with helper:
                 codes[helper.pid] = helper.wait()
                 follower.join()

@@ -12,6 +12,7 @@ from text_generation_shard.engines.torch.build.compile_ahead import CompileAhead
 from text_generation_shard.engines.torch.build.fp8_cache import fp8_cache
 from text_generation_shard.engines.torch.build.prepare import Prepared, Target, prepare
 from text_generation_shard.engines.torch.engine.runner import Runner
+from text_generation_shard.engines.torch.layers.quantized.humming import copies_may_lack_room
 from text_generation_shard.engines.torch.models.native.decoder import Decoder
 from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import ModelWeights, empty_weights
@@ -22,7 +23,9 @@ from text_generation_shard.engines.torch.weights.load import load
 def build_native_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     prepared = prepare(config, model_config, Target.of(config))
-    builder, runner = build_model(config, prepared, CompileAhead(config, prepared))
+    ahead = CompileAhead(config, prepared)
+    builder, runner = build_model(config, prepared, ahead)
+    ahead.wait()
     return builder.engine(runner)
 
 
@@ -56,8 +59,8 @@ def build_model(
     }
     fp8 = fp8_cache(config, kv_heads, builder.device, model_config.family.names.attention)
     load_model(config, model_config, weights)
-    if ahead is not None:
-        ahead.wait()  # copies of weights depend on the memory that is free
+    if ahead is not None and copies_may_lack_room(builder.device):
+        ahead.wait()  # the memory of its processes would count
     weights.process_weights_after_loading()
     if on_cpu:
         weights.pack()

@@ -232,6 +232,14 @@ def has_copy(projections: Sequence[Projection], device: torch.device, token_byte
     return free >= needed
 
 
+def copies_may_lack_room(device: torch.device) -> bool:
+    """Return True if a copy of all weights would leave less memory than FREE_FOR_CACHE."""
+    if device.type == "cpu":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free - torch.cuda.memory_allocated(device) < FREE_FOR_CACHE * total
+
+
 def matvec_copy(weights: WeightFormat, words: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight | None:
     """Return a copy of packed weights [outputs, …] for our own kernel of a few rows; None if it does not take such groups."""
     integers, (bits, _) = isinstance(weights, GroupedIntegers), packed_bits_and_group(weights)
