@@ -202,9 +202,12 @@ class ReferenceKernels:
         activation: GatedActivation | None = None,
         add: bool = False,
         scale: float = 1.0,
+        normed: Tensor | None = None,
     ) -> None:
         norm_weight, eps = norm
         own = x.to(out.dtype) if norm_weight is None else rms_norm(x, norm_weight, eps)
+        if normed is not None:
+            normed.copy_(own)
         product = _product(own, weight, bias) * scale
         if activation is not None:
             self.activate(product, activation.kind, out)

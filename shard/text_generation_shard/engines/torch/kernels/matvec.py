@@ -92,16 +92,16 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
     add: bool = False,
     scale: float = 1.0,
     experts: ChosenExperts | None = None,
+    normed: Tensor | None = None,
 ) -> None:
     """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]; at most
     MAX_ROWS rows. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors. With a `norm` (weight
-    [inputs]
-    and eps), x is float32 and normed first, see norm.py; the result is kept in float32. With an `activation`, half of the weight's
-    rows are gates, and out [rows, outputs / 2] = act(gate) · up, without `add` and `scale`. With `experts`, weight and bias are
-    those
-    of all experts one after the other, and `out` has a row for each pair of a token and an expert; any number of pairs.
+    [inputs] and eps), x is float32 and normed first, see norm.py; the result is kept in float32, and rounded to `normed` [rows,
+    inputs], if given, unless the weight is packed. With an `activation`, half of the weight's rows are gates, and out
+    [rows, outputs / 2] = act(gate) · up, without `add`, `scale` and `normed`. With `experts`, weight and bias are those of all
+    experts one after the other, and `out` has a row for each pair of a token and an expert; any number of pairs.
     """
     if isinstance(weight, PackedWeight):
         packed_matvec(x, weight, out, bias, norm=norm, activation=activation, add=add, scale=scale, experts=experts)
@@ -142,7 +142,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
     }
     grid = (triton.cdiv(columns, config.block_n), pairs)
     if activation is None:
-        _matvec_kernel[grid](*arguments, ADD=add, SCALE=scale, **options)
+        _matvec_kernel[grid](*arguments, normed, ADD=add, SCALE=scale, **options)
     else:
         interleaved, kind = activation.interleaved, activation.kind
         _gated_kernel[grid](
@@ -151,7 +151,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
 
 
 @triton.jit
-def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+def _matvec_kernel(  # noqa: PLR0913, C901 – a kernel's arguments are flat
     x: tl.tensor,
     norm_weight: tl.tensor | None,
     weight: tl.tensor,
@@ -163,6 +163,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     out_stride: int,
     outputs: int,
     eps: float,
+    normed: tl.tensor | None,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
@@ -203,7 +204,13 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         values = _vector(x + row * x_stride, K, BLOCK_K)
         if norm_weight is not None:
             # The scale depends on the whole row, so it is applied last.
-            sums = _times(tile, values * factors) * norm_scale(values, eps, K)
+            scale = norm_scale(values, eps, K)
+            values *= factors
+            sums = _times(tile, values) * scale
+            if normed is not None:
+                inputs = tl.arange(0, BLOCK_K)
+                is_own = (inputs < K) & (tl.program_id(0) == 0)
+                tl.store(normed + row * K + inputs, (values * scale).to(normed.dtype.element_ty), mask=is_own)
         else:
             sums = _times(tile, values)
         if scales is not None:

@@ -115,10 +115,12 @@ class DeviceOps(Ops):
         few = few_weights(gate_up, down, routing.each * len(stream.residual))
         if weight is None or few is None:
             return False
-        # Not in each program of the products: those of the experts have little else to do for each of them.
-        residual, x = stream.residual, self.norm(stream, before)
+        residual, x = stream.residual, stream.normed
+        assert x is not None
         logits = torch.empty(len(x), weight.shape[0], dtype=torch.float32, device=x.device)
-        self._kernels.matvec(x, weight, logits, router.bias)
+        norm = before.weight, before.eps
+        # The experts read the normed rows: to norm them in each of their programs takes longer.
+        self._kernels.matvec(residual, weight, logits, router.bias, norm=norm, normed=x)
         ids, weights = self.route(logits[:, : len(gate_up.weight)], routing)
         self._kernels.few_experts(
             x,

@@ -75,7 +75,9 @@ def test_the_norm_is_fused(make: Make, rows: int, outputs: int, inputs: int, bia
     norm_weight, weight = make.normal(inputs), make.normal(outputs, inputs)
     bias = make.normal(outputs) if biased else None
     out = make.poisoned(rows, outputs)
-    matvec(residual, weight, out, bias, norm=(norm_weight, EPS))
+    normed = make.poisoned(rows, inputs)
+    matvec(residual, weight, out, bias, norm=(norm_weight, EPS), normed=normed)
+    assert rounded_once(normed, rms_norm(residual.double(), norm_weight.double(), EPS))
     expected = rms_norm(residual.double(), norm_weight.double(), EPS) @ weight.double().T
     assert rounded_once(out, expected if bias is None else expected + bias.double())
 
