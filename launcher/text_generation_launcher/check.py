@@ -115,7 +115,6 @@ async def _check_shard(config: LauncherCheckConfig, plan: LaunchPlan) -> dict[st
         "json_output": False,
         "memory": size_in_bytes(config.memory),
         "max_batch_prefill_tokens": config.max_batch_prefill_tokens or 0,
-        "max_batch_total_tokens": config.max_batch_total_tokens or 0,
     }
     process = await asyncio.create_subprocess_exec(
         *child_argv("text_generation_shard.check", ShardCheckConfig.of(**settings)),

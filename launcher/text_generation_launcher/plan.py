@@ -156,6 +156,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         "world_size": size,
         "group_address": group_address,
         "max_batch_size": config.max_batch_size or 0,
+        "max_batch_total_tokens": config.max_batch_total_tokens or 0,
         "health_port": config.health_port and config.health_port + replica * here + number,
         "lifeline_fd": context.lifeline_fd,
         "shard_token": "",

@@ -166,7 +166,7 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.SHARD: "model_path address replica rank world_size group_address group_gpus tensor_parallel gpus_per_node "
         "host_cache_fd host_cache_name host_cache_start host_cache_bytes",
-        Topic.BATCHING: "max_batch_size",
+        Topic.BATCHING: "max_batch_size max_batch_total_tokens",
     }
 
     model_path: str = ""
@@ -184,6 +184,8 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     hosts, which then all need the same SHARD_TOKEN. Not needed by a single shard."""
     max_batch_size: Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)] = 0
     """Most sequences held at once; 0: the engine's own limit."""
+    max_batch_total_tokens: NonNegativeInt = 0
+    """Tokens for which the KV cache must have room, where weights are copied for speed; 0: 524,288. WarmUp says how many it has."""
     group_gpus: str = ""
     """GPUs of the group on this host, as in CUDA_VISIBLE_DEVICES: rank 0 observes them. Default: the shard's own."""
     tensor_parallel: PositiveInt = 1
@@ -224,15 +226,13 @@ class ShardCheckConfig(ShardConfig, cli_prog_name="text_generation_shard.check")
 
     topics: ClassVar[Mapping[Topic, str]] = {
         Topic.SHARD: "memory",
-        Topic.BATCHING: "max_batch_prefill_tokens max_batch_total_tokens",
+        Topic.BATCHING: "max_batch_prefill_tokens",
     }
 
     memory: NonNegativeInt = 0
     """Bytes of memory of the device to plan for; 0: the memory of the device."""
     max_batch_prefill_tokens: NonNegativeInt = 0
     """Most prompt tokens of a step; 0: what the engine suggests."""
-    max_batch_total_tokens: NonNegativeInt = 0
-    """Tokens of KV cache; 0: as many as fit."""
 
 
 def shard_name(replica: int, rank: int, world_size: int) -> str:

@@ -131,7 +131,10 @@ def test_yarn_extends_the_original_length(tmp_path: Path) -> None:
     ids=str,
 )
 def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert tuple(layer.window for layer in read(tmp_path, changes).layers) == windows
+    model = read(tmp_path, changes)
+    assert tuple(layer.window for layer in model.layers) == windows
+    token = 2 * model.layers[0].num_kv_heads * model.layers[0].head_dim
+    assert model.kept_bytes(itemsize=2) == 524_288 * windows.count(None) * token * 2
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def prepare(config: ShardConfig, model_config: ModelConfig, target: Target) -> P
     dtype = getattr(torch, dtype_name(config, model_config, target.device))
     check_memory(model_config, dtype.itemsize, target, config.world_size)
     model_config = with_drafts(config, model_config, target.device)
+    kept_tokens = max(model_config.kept_tokens, config.max_batch_total_tokens)
+    model_config = replace(model_config, kept_tokens=kept_tokens)
     return describe(config, model_config, target)
 
 

@@ -60,7 +60,7 @@ def product(weights: WeightFormat, name: str, outputs: int, inputs: int) -> tupl
     sizes = ShardRange.whole(outputs), ShardRange.whole(inputs)
     projections = [[Projection(f"experts.{expert}.{name}", *sizes)] for expert in range(COUNT)]
     device = torch.device("cuda")
-    layer = HummingExperts(projections, weights, device, torch.bfloat16, token_bytes=0)
+    layer = HummingExperts(projections, weights, device, torch.bfloat16, kept_bytes=0)
     if stacked:
         stored = [random_tensors(weights, f"experts.{name}", (COUNT, inputs, outputs))] * COUNT
         whole = tuple(slice(0, size) for size in (COUNT, inputs, outputs))

@@ -39,11 +39,11 @@ def quantized_experts(
     scheme: Scheme | None,
     device: torch.device,
     dtype: torch.dtype,
-    token_bytes: int,
+    kept_bytes: int,
 ) -> list[HummingExperts] | None:
     """Return the layer of each product of a mixture, which multiplies with packed weights; None as for `quantized_linear`.
 
-    A product has the fused projections of each expert. `token_bytes`: of a token in the KV cache.
+    A product has the fused projections of each expert. `kept_bytes`: see `has_copy`.
     """
     if scheme is None or scheme.online:
         return None
@@ -51,7 +51,7 @@ def quantized_experts(
     weights, *others = {scheme.format_of(projection.name) for projections in every for projection in projections}
     if others or weights is None or not all(humming.can_multiply(each, weights, device, padded=True) for each in every):
         return None
-    return [HummingExperts(experts, weights, device, dtype, token_bytes) for experts in products]
+    return [HummingExperts(experts, weights, device, dtype, kept_bytes) for experts in products]
 
 
 def projection_itemsize(scheme: Scheme | None, itemsize: int) -> float:

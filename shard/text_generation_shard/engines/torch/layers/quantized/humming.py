@@ -44,8 +44,8 @@ MAX_ROWS, MAX_COPIED = 96, 1 << 25
 """Rows from which on a dequantized copy is faster, for weights of at most MAX_COPIED values; larger ones have no copy."""
 FREE_FOR_CACHE = 0.5
 """Share of the device's memory that copies for our own kernels leave free."""
-FREE_FOR_STEPS, CACHED_TOKENS = 1 / 16, 1 << 19
-"""Copies for one token of a mixture may leave less: this share, and the KV cache of 256 sequences of 2,048 tokens."""
+FREE_FOR_STEPS = 1 / 16
+"""Copies for one token of a mixture may leave less: this share beside the KV cache that is wanted."""
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 128, 32
 """Multiples of the sizes of a weight that its layout needs."""
 MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
@@ -217,18 +217,18 @@ def tilings(config: "LayerConfig", bits: int) -> Tilings:
     return Tilings(config, None, found)
 
 
-def has_copy(projections: Sequence[Projection], device: torch.device, token_bytes: int | None = None) -> bool:
+def has_copy(projections: Sequence[Projection], device: torch.device, kept_bytes: int | None = None) -> bool:
     """Return True if there is room for a copy of a weight for our own kernels; the KV cache needs the rest of the memory.
 
-    Divided weights have none: ranks must compute the same products, and their free memory differs. `token_bytes`: of a token in the
-    cache, if the copy may leave less than FREE_FOR_CACHE.
+    Divided weights have none: ranks must compute the same products, and their free memory differs. `kept_bytes`: of the cache for
+    which the copy leaves memory, if that is less than FREE_FOR_CACHE.
     """
     if not all(each.is_whole for each in projections):
         return False
     free, total = torch.cuda.mem_get_info(device)
     needed = FREE_FOR_CACHE * total
-    if token_bytes is not None:
-        needed = min(needed, FREE_FOR_STEPS * total + CACHED_TOKENS * token_bytes)
+    if kept_bytes is not None:
+        needed = min(needed, FREE_FOR_STEPS * total + kept_bytes)
     return free >= needed
 
 
@@ -261,12 +261,12 @@ class HummingExperts:
         weights: WeightFormat,
         device: torch.device,
         dtype: torch.dtype,
-        token_bytes: int,
+        kept_bytes: int,
     ) -> None:
-        """`experts` has the projections of each expert, which are fused; all have the same sizes. `token_bytes`: see `has_copy`."""
+        """`experts` has the projections of each expert, which are fused; all have the same sizes. `kept_bytes`: see `has_copy`."""
         from humming.layer import HummingLayer
 
-        self._experts, self._weights, self._token_bytes = experts, weights, token_bytes
+        self._experts, self._weights, self._kept_bytes = experts, weights, kept_bytes
         self.matvec_weight: PackedWeight | None = None
         self.panels: ExpertPanels | None = None
         with torch.device(device):
@@ -293,7 +293,7 @@ class HummingExperts:
     def process_weights_after_loading(self) -> None:
         """Copy the weights for our own kernels; reorder them for humming's."""
         tensors, device = packed_tensors(self._layer), self._layer.weight.device
-        if has_copy(self._experts[0], device, self._token_bytes):
+        if has_copy(self._experts[0], device, self._kept_bytes):
             flat = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
             stored = flat["weight"], flat["weight_scale"], flat.get("zero_point")
             self.matvec_weight = matvec_copy(self._weights, *stored)

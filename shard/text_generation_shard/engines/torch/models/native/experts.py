@@ -82,8 +82,8 @@ class Experts:
         )
         parts = 1 + self._activation.has_gate
         gate_up, down = (parts * self._inner.length, hidden), (hidden, self._inner.length)
-        token_bytes = model.cache_width * dtype.itemsize
-        packed = quantized_experts(self._projections(hidden), model.quantization, device, dtype, token_bytes)
+        kept_bytes = model.kept_bytes(dtype.itemsize)
+        packed = quantized_experts(self._projections(hidden), model.quantization, device, dtype, kept_bytes)
         self._packed = packed or ()
         products = self._packed or (None, None)
         weights = [empty(count, *((shape[0], 0) if self._packed else shape)) for shape in (gate_up, down)]

@@ -62,6 +62,8 @@ class ModelConfig(DecoderNumbers):
     """The layer that predicts the token after the next one, if it is loaded."""
     max_images: int = 0
     """Images that a prompt may have, as far as the model knows."""
+    kept_tokens: int = 1 << 19
+    """Tokens of the KV cache for which copies of weights leave memory: by default 256 sequences of 2,048."""
     image_levels: int = 1
     """The rows of an image that a token gets: its embedding, and those that are added after each of the first layers."""
 
@@ -75,10 +77,10 @@ class ModelConfig(DecoderNumbers):
         has = (True,) * self.num_layers if self.states is None else self.states.attention
         return tuple(compress(self.layers, has))
 
-    @property
-    def cache_width(self) -> int:
-        """Numbers of a token in the KV cache of the layers without a window."""
-        return sum(layer.vectors * layer.head_dim for layer in self.attention_layers if layer.window is None)
+    def kept_bytes(self, itemsize: int) -> int:
+        """Return the bytes of `kept_tokens` in the layers without a window."""
+        width = sum(layer.vectors * layer.head_dim for layer in self.attention_layers if layer.window is None)
+        return self.kept_tokens * width * itemsize
 
     @property
     def projection_weights(self) -> int:
