@@ -203,7 +203,8 @@ def _cache_groups(found: Mapping[str, Any]) -> list[CacheGroup]:
 
 def _memory_rows(found: Mapping[str, Any], memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
     if weights := memory.get("weights"):
-        yield "weights", f"{_gib(weights)} on each device"
+        copies = f"; copies for a few rows: {_gib(size)}" if (size := memory.get("copies")) else ""
+        yield "weights", f"{_gib(weights)} on each device{copies}"
     if usable := memory.get("usable"):
         yield "memory", f"{_gib(usable)} of {_gib(memory['device'] or 0)} may be used on each device"
         step = _gib(memory["largest_step"] or 0)

@@ -74,6 +74,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
             "device": target.memory,
             "usable": footprint.memory,
             "weights": footprint.weights,
+            "copies": footprint.copies,
             "images": footprint.images,
             "largest_step": footprint.largest_step,
             "kv_cache_left": footprint.cache,

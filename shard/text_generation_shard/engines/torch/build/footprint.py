@@ -1,7 +1,7 @@
 """The memory that a model takes in the torch engine, from its config and the headers of its files: no weight is read."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from text_generation_shard.engines.torch.build.prepare import META, Description,
 from text_generation_shard.engines.torch.device.memory import margin_of
 from text_generation_shard.engines.torch.engine.warm_up import cache_groups, with_host_blocks
 from text_generation_shard.engines.torch.engine.worker import GRAPH_BYTES
+from text_generation_shard.engines.torch.layers.quantized.humming import left_by_copies
 from text_generation_shard.engines.torch.models.native.model_config import ModelConfig
 from text_generation_shard.engines.torch.models.native.parameters import empty_weights
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -54,11 +55,13 @@ class Footprint:
     """The encoder of images, and the images that it keeps."""
     host_cache: int = 0
     """The part of the host cache of one device."""
+    copies: int = 0
+    """Packed weights once more, for steps of a few rows."""
 
     @property
     def cache(self) -> int:
         """The memory that is left for the KV cache."""
-        return self.memory - self.weights - self.largest_step - self.images
+        return self.memory - self.weights - self.copies - self.largest_step - self.images
 
     def groups(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...] | None:
         """Return the groups of the KV cache that fit; None if its shape is not known. Raises EngineError."""
@@ -85,7 +88,14 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     sizes = model.num_layers, model.hidden_size
-    return _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
+    found = _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
+    if config.world_size > 1:
+        return found
+    tensors = [part_of(parameter).tensor for parameter in parameters.values()]
+    packed = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.int32)
+    kept = None if model.experts is None else model.kept_bytes(dtype.itemsize)
+    room = prepared.target.memory - nbytes - left_by_copies(prepared.target.memory, kept)
+    return replace(found, copies=max(0, min(packed, int(room))))
 
 
 def transformers_footprint(

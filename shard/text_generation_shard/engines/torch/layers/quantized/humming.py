@@ -73,7 +73,7 @@ def can_multiply(
 ) -> bool:
     """Return True if humming is installed and multiplies these projections on the device; `padded`: with padded outputs."""
     found = bits_and_group(weights)
-    if found is None or device.type == "cpu" or not is_installed():
+    if found is None or device.type == "cpu" or not is_installed() or not torch.cuda.is_available():
         return False
     if compute_capability(device) < MIN_CAPABILITY:
         return False
@@ -226,10 +226,13 @@ def has_copy(projections: Sequence[Projection], device: torch.device, kept_bytes
     if not all(each.is_whole for each in projections):
         return False
     free, total = torch.cuda.mem_get_info(device)
-    needed = FREE_FOR_CACHE * total
-    if kept_bytes is not None:
-        needed = min(needed, FREE_FOR_STEPS * total + kept_bytes)
-    return free >= needed
+    return free >= left_by_copies(total, kept_bytes)
+
+
+def left_by_copies(total: int, kept_bytes: int | None = None) -> float:
+    """Return the memory that copies leave, of `total`; `kept_bytes`: see `has_copy`."""
+    half = FREE_FOR_CACHE * total
+    return half if kept_bytes is None else min(half, FREE_FOR_STEPS * total + kept_bytes)
 
 
 def copies_may_lack_room(device: torch.device) -> bool:
@@ -237,7 +240,7 @@ def copies_may_lack_room(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     free, total = torch.cuda.mem_get_info(device)
-    return free - torch.cuda.memory_allocated(device) < FREE_FOR_CACHE * total
+    return free - torch.cuda.memory_allocated(device) < left_by_copies(total)
 
 
 def matvec_copy(weights: WeightFormat, words: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight | None:
