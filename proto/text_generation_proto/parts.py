@@ -61,15 +61,15 @@ def _pieces(orders: pb.Orders, files: Mapping[bytes, bytes]) -> Iterator[bytes]:
         pieces: list[bytes] = []
         for media in placement.media:
             data = files[media.digest]
-            head = media.SerializeToString() + _head(pb.Media, "data", len(data))
-            pieces += [_head(pb.NewSequence, "media", len(head) + len(data)) + head, data]
+            head = media.SerializeToString() + field_head(pb.Media, "data", len(data))
+            pieces += [field_head(pb.NewSequence, "media", len(head) + len(data)) + head, data]
         placement.ClearField("media")
         plain = placement.SerializeToString()
-        yield _head(pb.Orders, "placements", len(plain) + sum(map(len, pieces))) + plain
+        yield field_head(pb.Orders, "placements", len(plain) + sum(map(len, pieces))) + plain
         yield from pieces
 
 
-def _head(kind: type[GenericMessage], field: str, size: int) -> bytes:
+def field_head(kind: type[GenericMessage], field: str, size: int) -> bytes:
     """Return the bytes before a value of this many bytes in a serialized message: number and type of the field, and the size."""
     head = bytearray()
     for number in (kind.DESCRIPTOR.fields_by_name[field].number << 3 | 2, size):

@@ -12,6 +12,7 @@ import orjson
 
 from text_generation_proto import convert
 from text_generation_proto.copies import CopyEnd
+from text_generation_proto.parts import field_head
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, TraceContext
 from text_generation_router.request import LogprobJson, TenantId, TopToken
@@ -103,21 +104,13 @@ def _add_sequence(
         no_drafts="drafts" in request.without,
     )
     if not prompt_of:
-        sequence.MergeFromString(_written(pb.NewSequence.PROMPT_FIELD_NUMBER, request.prompt, placement.generated))
+        # 100,000 numbers take 0.1 ms so, and 5 to 10 ms if they are given one by one.
+        numbers = [
+            part if isinstance(part, array) else array("I", part) for part in (request.prompt, placement.generated)
+        ]
+        head = field_head(pb.NewSequence, "prompt", 4 * sum(map(len, numbers)))
+        sequence.MergeFromString(b"".join((head, *numbers)))
     return sequence
-
-
-def _written(field: int, *parts: Sequence[int]) -> bytes:
-    """Return a field of fixed32 as protobuf writes it. 100,000 numbers take 0.1 ms so, and 5 to 10 ms if they are given one by one."""
-    numbers = [part if isinstance(part, array) else array("I", part) for part in parts]
-    head = bytearray()
-    for value in (field << 3 | 2, 4 * sum(map(len, numbers))):
-        left = value
-        while left > 0x7F:
-            head.append(left & 0x7F | 0x80)
-            left >>= 7
-        head.append(left)
-    return b"".join((head, *numbers))
 
 
 @lru_cache(maxsize=1024)
