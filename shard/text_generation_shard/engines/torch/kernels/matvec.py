@@ -100,7 +100,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
     MAX_ROWS rows. The weight is contiguous, in FP8 or packed; x and out may be slices of wider tensors. With a `norm` (weight
     [inputs] and eps), x is float32 and normed first, see norm.py; the result is kept in float32, and rounded to `normed` [rows,
     inputs], if given, unless the weight is packed. With an `activation`, half of the weight's rows are gates, and out
-    [rows, outputs / 2] = act(gate) · up, without `add`, `scale` and `normed`. With `experts`, weight and bias are those of all
+    [rows, outputs / 2] = act(gate) · up, without `add` and `scale`. With `experts`, weight and bias are those of all
     experts one after the other, and `out` has a row for each pair of a token and an expert; any number of pairs.
     """
     if isinstance(weight, PackedWeight):
@@ -116,7 +116,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
         1 if experts else len(x), outputs * pairs, inputs, gated=activation is not None, itemsize=weight.itemsize
     )
     order = _order(config, weight)
-    arguments = (
+    _matvec_kernel[(triton.cdiv(columns, config.block_n), pairs)](
         x,
         norm[0],
         weight,
@@ -124,34 +124,31 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
         bias,
         out,
         None if experts is None else experts.ids,
+        normed,
         x.stride(0),
         out.stride(0),
         columns,
         norm[1],
+        1.0 if activation is None else activation.alpha,
+        1.0 if activation is None else activation.limit,
+        ROWS=1 if experts else len(x),
+        K=inputs,
+        EXPERTS_EACH=1 if experts is None else experts.each,
+        IDS_KNOWN=experts is None or experts.known,
+        KIND=None if activation is None else activation.kind,
+        INTERLEAVED=activation is not None and activation.interleaved,
+        ADD=add,
+        SCALE=scale,
+        ORDER=order,
+        BLOCK_N=config.block_n,
+        BLOCK_K=triton.next_power_of_2(inputs),
+        num_warps=config.num_warps,
+        launch_pdl=order == "pdl",
     )
-    options = {
-        "ROWS": 1 if experts else len(x),
-        "K": inputs,
-        "EXPERTS_EACH": 1 if experts is None else experts.each,
-        "IDS_KNOWN": experts is None or experts.known,
-        "ORDER": order,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": triton.next_power_of_2(inputs),
-        "num_warps": config.num_warps,
-        "launch_pdl": order == "pdl",
-    }
-    grid = (triton.cdiv(columns, config.block_n), pairs)
-    if activation is None:
-        _matvec_kernel[grid](*arguments, normed, ADD=add, SCALE=scale, **options)
-    else:
-        interleaved, kind = activation.interleaved, activation.kind
-        _gated_kernel[grid](
-            *arguments, activation.alpha, activation.limit, KIND=kind, INTERLEAVED=interleaved, **options
-        )
 
 
 @triton.jit
-def _matvec_kernel(  # noqa: PLR0913, C901 – a kernel's arguments are flat
+def _matvec_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are flat
     x: tl.tensor,
     norm_weight: tl.tensor | None,
     weight: tl.tensor,
@@ -159,15 +156,19 @@ def _matvec_kernel(  # noqa: PLR0913, C901 – a kernel's arguments are flat
     bias: tl.tensor | None,
     out: tl.tensor,
     ids: tl.tensor | None,
+    normed: tl.tensor | None,
     x_stride: int,
     out_stride: int,
     outputs: int,
     eps: float,
-    normed: tl.tensor | None,
+    alpha: float,
+    limit: float,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
     IDS_KNOWN: tl.constexpr,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
     ORDER: tl.constexpr,
@@ -181,15 +182,21 @@ def _matvec_kernel(  # noqa: PLR0913, C901 – a kernel's arguments are flat
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < outputs
+    PARTS: tl.constexpr = 1 if KIND is None else 2  # noqa: N806 – constants of the kernel
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # noqa: N806
+    up_distance = 1 if INTERLEAVED else outputs
     if ids is not None:
         pair = tl.program_id(1)
         expert = tl.load(ids + pair).to(tl.int64)
-        weight += expert * outputs * K
+        weight += expert * PARTS * outputs * K
         x += pair // EXPERTS_EACH * x_stride
         out += pair * out_stride
         if bias is not None:
-            bias += expert * outputs
-    tile = _weight_rows(weight, first, outputs, 1, K, BLOCK_N, BLOCK_K)
+            bias += expert * PARTS * outputs
+    # Of the gates, if there are any.
+    tile = _weight_rows(weight, first, outputs, STEP, K, BLOCK_N, BLOCK_K)
+    if KIND is not None:
+        up_tile = _weight_rows(weight + tl.cast(up_distance, tl.int64) * K, first, outputs, STEP, K, BLOCK_N, BLOCK_K)
     if norm_weight is not None:
         factors = _vector(norm_weight, K, BLOCK_K)
     if IDS_KNOWN:
@@ -200,91 +207,33 @@ def _matvec_kernel(  # noqa: PLR0913, C901 – a kernel's arguments are flat
         if ADD:
             addend += tl.load(targets, mask=inside, other=0.0)
         if bias is not None:
-            addend += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32) * SCALE
+            addend += tl.load(bias + columns * STEP, mask=inside, other=0.0).to(tl.float32) * SCALE
         values = _vector(x + row * x_stride, K, BLOCK_K)
         if norm_weight is not None:
-            # The scale depends on the whole row, so it is applied last.
             scale = norm_scale(values, eps, K)
             values *= factors
-            sums = _times(tile, values) * scale
             if normed is not None:
                 inputs = tl.arange(0, BLOCK_K)
                 is_own = (inputs < K) & (tl.program_id(0) == 0)
                 tl.store(normed + row * K + inputs, (values * scale).to(normed.dtype.element_ty), mask=is_own)
-        else:
-            sums = _times(tile, values)
+        sums = _times(tile, values)
+        if norm_weight is not None:
+            sums *= scale  # it depends on the whole row, so it is applied last
         if scales is not None:
-            sums *= tl.load(scales + columns, mask=inside, other=0.0)
+            sums *= tl.load(scales + columns * STEP, mask=inside, other=0.0)
         if SCALE != 1.0:
             sums *= SCALE
-        tl.store(targets, (sums + addend).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
-    x: tl.tensor,
-    norm_weight: tl.tensor | None,
-    weight: tl.tensor,
-    scales: tl.tensor | None,
-    bias: tl.tensor | None,
-    out: tl.tensor,
-    ids: tl.tensor | None,
-    x_stride: int,
-    out_stride: int,
-    inner: int,
-    eps: float,
-    alpha: float,
-    limit: float,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    EXPERTS_EACH: tl.constexpr,
-    IDS_KNOWN: tl.constexpr,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ORDER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
-    if not IDS_KNOWN:
-        # The weight to read is known only after the previous kernels. The next one may read the choice when it starts.
-        _wait_for_x(ORDER)
-    launch_dependents(ORDER == "pdl")
-    first = tl.program_id(0) * BLOCK_N
-    columns = first + tl.arange(0, BLOCK_N)
-    inside = columns < inner
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # noqa: N806 – a constant of the kernel
-    up_distance = 1 if INTERLEAVED else inner
-    if ids is not None:
-        pair = tl.program_id(1)
-        expert = tl.load(ids + pair).to(tl.int64)
-        weight += expert * 2 * inner * K
-        x += pair // EXPERTS_EACH * x_stride
-        out += pair * out_stride
-        if bias is not None:
-            bias += expert * 2 * inner
-    gate_tile = _weight_rows(weight, first, inner, STEP, K, BLOCK_N, BLOCK_K)
-    up_tile = _weight_rows(weight + tl.cast(up_distance, tl.int64) * K, first, inner, STEP, K, BLOCK_N, BLOCK_K)
-    if norm_weight is not None:
-        factors = _vector(norm_weight, K, BLOCK_K)
-    if IDS_KNOWN:
-        _wait_for_x(ORDER)
-    for row in tl.static_range(ROWS):
-        values = _vector(x + row * x_stride, K, BLOCK_K)
-        if norm_weight is not None:
-            scale = norm_scale(values, eps, K)
-            gate = _times(gate_tile, values * factors) * scale
-            up = _times(up_tile, values * factors) * scale
-        else:
-            gate = _times(gate_tile, values)
+        sums += addend
+        if KIND is not None:
             up = _times(up_tile, values)
-        if scales is not None:
-            gate *= tl.load(scales + columns * STEP, mask=inside, other=0.0)
-            up *= tl.load(scales + up_distance + columns * STEP, mask=inside, other=0.0)
-        if bias is not None:
-            gate += tl.load(bias + columns * STEP, mask=inside, other=0.0).to(tl.float32)
-            up += tl.load(bias + up_distance + columns * STEP, mask=inside, other=0.0).to(tl.float32)
-        activated = gated(gate, up, alpha, limit, KIND)
-        tl.store(out + row * out_stride + columns, activated.to(out.dtype.element_ty), mask=inside)
+            if norm_weight is not None:
+                up *= scale
+            if scales is not None:
+                up *= tl.load(scales + up_distance + columns * STEP, mask=inside, other=0.0)
+            if bias is not None:
+                up += tl.load(bias + up_distance + columns * STEP, mask=inside, other=0.0).to(tl.float32)
+            sums = gated(sums, up, alpha, limit, KIND)
+        tl.store(targets, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
