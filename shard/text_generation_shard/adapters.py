@@ -41,6 +41,8 @@ REFUSED = {
     "lora_bias": "trained biases (lora_bias) are not supported",
 }
 """Keys of adapter_config.json that must be absent or empty."""
+CHANGES_MODEL = ("pissa", "corda", "olora", "loftq")
+"""Starts of `init_lora_weights` for which PEFT changes the weights of the model before it adds the adapter."""
 
 BASE = "base_model.model."
 """Before the names of modules in an adapter's file."""
@@ -148,6 +150,11 @@ def read_adapter(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
     for key, problem in REFUSED.items():
         if settings.get(key):
             raise settings.error(problem)
+    if (start := str(settings.get("init_lora_weights")).lower()).startswith(CHANGES_MODEL):
+        raise settings.error(
+            f"init_lora_weights is {start[:100]!r}: the model's weights are changed too, which is not supported; save the adapter "
+            "with PEFT's path_initial_model_for_weight_conversion"
+        )
     if not settings.get("target_modules"):
         raise settings.error("target_modules is missing or empty")
     if (rank := settings.count("r")) > MAX_RANK:

@@ -103,6 +103,8 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
         ("alpha_pattern has '(q': missing )", {"alpha_pattern": {"(q": 4}}, WEIGHTS),
         ("regex timed out", {"alpha_pattern": {r"(.|.)*\d\d": 4}}, WEIGHTS),
         ("lora_alpha is 'a'", {"alpha_pattern": {"q_proj": "a"}}, WEIGHTS),
+        ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}, WEIGHTS),
+        ("init_lora_weights is 'olora'", {"init_lora_weights": "OLoRA"}, WEIGHTS),
         ("target_parameters", {"target_parameters": ["mlp.experts.down_proj"]}, WEIGHTS),
         ("rank 8 and lora_B of rank 4", {}, WEIGHTS | {f"{LAYER}B.weight": (64, 4)}),
         ("no JSON", "{", WEIGHTS),
