@@ -37,7 +37,6 @@ REFUSED = {
     "layer_replication": "repeated layers (layer_replication) are not supported",
     "use_qalora": "QALoRA is not supported",
     "arrow_config": "Arrow is not supported",
-    "layers_pattern": "layers_pattern is not supported",
     "lora_bias": "trained biases (lora_bias) are not supported",
 }
 """Keys of adapter_config.json that must be absent or empty."""
@@ -160,8 +159,8 @@ def read_adapter(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
     if (rank := settings.count("r")) > MAX_RANK:
         raise settings.error(f"r is {rank}, more than {MAX_RANK}")
     scales = _Scales.of(settings)
-    base = settings.optional_text("base_model_name_or_path")
-    if base is not None and config.model_id and base != config.model_id:
+    base = settings.get("base_model_name_or_path") and settings.text("base_model_name_or_path")
+    if base and config.model_id and base != config.model_id:
         log.warning("the LoRA adapter was trained on another model", adapter=source.name, trained_on=base)
     weights = None if config.load_format == "dummy" else Path(config.model_path)
     return LoraAdapter(source.name, folder.absolute(), _changes(folder, model, scales), bool(scales.alphas), weights)

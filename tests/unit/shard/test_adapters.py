@@ -88,6 +88,20 @@ def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"base_model_name_or_path": ""},
+        {"init_lora_weights": "gaussian"},
+    ],
+)
+def test_keys_that_only_training_needs_are_accepted(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The file has the matrices of the layers that were chosen. PEFT writes an empty name for a model without one."""
+    [adapter] = read_adapters(a_folder(tmp_path, CONFIG | settings))
+    assert adapter.modules == {"q_proj"}
+
+
+@pytest.mark.parametrize(
     ("expected", "config", "weights"),
     [
         ("r is missing", {"r": None}, WEIGHTS),
