@@ -6,7 +6,7 @@ tokens and whole layers, DoRA.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,32 +171,43 @@ class _Scales:
     """The factors of the changes: lora_alpha / rank, or lora_alpha / √rank with rslora (Kalajdzievski 2023, arXiv 2312.03732)."""
 
     alpha: float
-    alphas: Mapping[str, float]
-    """The lora_alpha of modules that have their own, by an expression of the name or of its end."""
+    alphas: Sequence[tuple[Callable[[str], bool], float]]
+    """The lora_alpha of modules that have their own, which the functions tell by the name. EVA has one for each module."""
     rank_stabilized: bool
 
     @classmethod
     def of(cls, settings: JsonObject) -> "_Scales":
-        alpha, alphas = settings.number("lora_alpha"), {}
+        alpha, alphas = settings.number("lora_alpha"), []
         if settings.get("alpha_pattern"):
             for pattern, own in settings.inner("alpha_pattern").values.items():
-                alphas[pattern] = settings.merged({"lora_alpha": own}).number("lora_alpha")
+                alphas.append((_matcher(pattern), settings.merged({"lora_alpha": own}).number("lora_alpha")))
         return cls(alpha, alphas, settings.flag("use_rslora", default=False))
 
     def of_module(self, name: str, rank: int) -> float:
         """Return the factor of a module: as in PEFT, the first pattern that fits has its alpha."""
-        alpha = next((alpha for pattern, alpha in self.alphas.items() if _fits(pattern, name)), self.alpha)
+        alpha = next((alpha for fits, alpha in self.alphas if fits(name)), self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
-def _fits(pattern: str, name: str) -> bool:
-    """Return True if the name, or its end after a dot, matches the regular expression, as in PEFT. Raises EngineError."""
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Return the function that tells if a name, or its end after a dot, matches a regular expression, as in PEFT.
+
+    Both raise EngineError.
+    """
     import regex  # an engine brings it, as safetensors
 
+    def fits(name: str) -> bool:
+        try:
+            return expression.match(name, timeout=MATCH_S, concurrent=True) is not None
+        except TimeoutError as error:
+            raise EngineError(f"{wrong}: {one_line(error)}") from None
+
+    wrong = f"{CONFIG}: alpha_pattern has {pattern[:100]!r}"
     try:
-        return regex.match(rf"(.*\.)?({pattern})$", name, timeout=MATCH_S, concurrent=True) is not None
-    except (regex.error, TimeoutError) as error:
-        raise EngineError(f"{CONFIG}: alpha_pattern has {pattern[:100]!r}: {one_line(error)}") from None
+        expression = regex.compile(rf"(.*\.)?({pattern})$")
+    except regex.error as error:
+        raise EngineError(f"{wrong}: {one_line(error)}") from None
+    return fits
 
 
 def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str, LoraModule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,19 @@ def test_scales_are_those_of_peft(tmp_path: Path, settings: dict[str, Any], scal
     [adapter] = read_adapters(a_folder(tmp_path, CONFIG | settings))
     [change] = adapter.changes.values()
     assert change.scale == pytest.approx(scale)
+
+
+def test_each_module_may_have_a_pattern_of_its_own(tmp_path: Path) -> None:
+    """EVA writes hundreds, each of which is compiled once."""
+    modules = [f"model.layers.1.module{number}" for number in range(100)]
+    weights = {
+        f"base_model.model.{name}.lora_{side}.weight": shape
+        for name in modules
+        for side, shape in (("A", (8, 4)), ("B", (4, 8)))
+    }
+    others = {f"model.layers.0.module{number}": 1 for number in range(600)}
+    config = a_folder(tmp_path, CONFIG | {"alpha_pattern": others | dict.fromkeys(modules, 4)}, weights)
+    start = time.process_time()
+    [adapter] = read_adapters(config)
+    assert time.process_time() - start < 3
+    assert {change.scale for change in adapter.changes.values()} == {0.5}
