@@ -6,7 +6,7 @@ tokens and whole layers, DoRA.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,28 +168,38 @@ def read_adapter(source: AdapterSource, config: ShardConfig) -> LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """The factors of the changes: lora_alpha / rank, or lora_alpha / √rank with rslora (Kalajdzievski 2023, arXiv 2312.03732)."""
+    """The factors of the changes: lora_alpha / rank, or lora_alpha / √rank with rslora (Kalajdzievski 2023, arXiv 2312.03732).
+
+    The rank is that of the settings. A module that has the matrices of another one (ensure_weight_tying) may have another.
+    """
 
     alpha: float
+    rank: int
     alphas: Sequence[tuple[Callable[[str], bool], float]]
     """The lora_alpha of modules that have their own, which the functions tell by the name. EVA has one for each module."""
+    ranks: Sequence[tuple[Callable[[str], bool], int]]
+    """The same of the rank."""
     rank_stabilized: bool
 
     @classmethod
     def of(cls, settings: JsonObject) -> "_Scales":
-        alpha, alphas = settings.number("lora_alpha"), []
-        if settings.get("alpha_pattern"):
-            for pattern, own in settings.inner("alpha_pattern").values.items():
-                alphas.append((_matcher(pattern), settings.merged({"lora_alpha": own}).number("lora_alpha")))
-        return cls(alpha, alphas, settings.flag("use_rslora", default=False))
+        def patterns(key: str, setting: str) -> Iterator[tuple[Callable[[str], bool], JsonObject]]:
+            for pattern, own in settings.inner(key).values.items() if settings.get(key) else ():
+                yield _matcher(key, pattern), settings.merged({setting: own})
 
-    def of_module(self, name: str, rank: int) -> float:
-        """Return the factor of a module: as in PEFT, the first pattern that fits has its alpha."""
+        alphas = [(fits, own.number("lora_alpha")) for fits, own in patterns("alpha_pattern", "lora_alpha")]
+        ranks = [(fits, own.count("r")) for fits, own in patterns("rank_pattern", "r")]
+        stabilized = settings.flag("use_rslora", default=False)
+        return cls(settings.number("lora_alpha"), settings.count("r"), alphas, ranks, stabilized)
+
+    def of_module(self, name: str) -> float:
+        """Return the factor of a module: as in PEFT, the first pattern that fits has its alpha or rank."""
         alpha = next((alpha for fits, alpha in self.alphas if fits(name)), self.alpha)
+        rank = next((rank for fits, rank in self.ranks if fits(name)), self.rank)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
-def _matcher(pattern: str) -> Callable[[str], bool]:
+def _matcher(key: str, pattern: str) -> Callable[[str], bool]:
     """Return the function that tells if a name, or its end after a dot, matches a regular expression, as in PEFT.
 
     Both raise EngineError.
@@ -202,7 +212,7 @@ def _matcher(pattern: str) -> Callable[[str], bool]:
         except TimeoutError as error:
             raise EngineError(f"{wrong}: {one_line(error)}") from None
 
-    wrong = f"{CONFIG}: alpha_pattern has {pattern[:100]!r}"
+    wrong = f"{CONFIG}: {key} has {pattern[:100]!r}"
     try:
         expression = regex.compile(rf"(.*\.)?({pattern})$")
     except regex.error as error:
@@ -224,7 +234,7 @@ def _changes(folder: Path, model: JsonObject, scales: "_Scales") -> Mapping[str,
         if rank != inner:
             raise EngineError(f"{path}: {module} has lora_A of rank {rank} and lora_B of rank {inner}")
         name, base = module.removeprefix(BASE), f"{module}.base_layer.weight"
-        scale = scales.of_module(name, rank)
+        scale = scales.of_module(name)
         changes[name] = LoraModule(keys, rank, outputs, inputs, scale, base if base in shapes else None)
     return changes
 

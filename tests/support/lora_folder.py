@@ -99,6 +99,7 @@ def random_adapter(
             weights[f"base_model.model.{name}.base_layer.weight"] = bases[name]
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": "all-linear", **config}
+    settings["rank_pattern"] = {"v_proj": 3}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     save_tensors(weights, str(folder / "adapter_model.safetensors"))
     return changes

@@ -120,6 +120,7 @@ def test_keys_that_only_training_needs_are_accepted(tmp_path: Path, settings: di
         ("lora_alpha is 'a'", {"alpha_pattern": {"q_proj": "a"}}, WEIGHTS),
         ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}, WEIGHTS),
         ("init_lora_weights is 'olora'", {"init_lora_weights": "OLoRA"}, WEIGHTS),
+        ("r is 'a'", {"rank_pattern": {"q_proj": "a"}}, WEIGHTS),
         ("target_parameters", {"target_parameters": ["mlp.experts.down_proj"]}, WEIGHTS),
         ("rank 8 and lora_B of rank 4", {}, WEIGHTS | {f"{LAYER}B.weight": (64, 4)}),
         ("no JSON", "{", WEIGHTS),
@@ -163,6 +164,8 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes) -> None:
         ({"alpha_pattern": {"self_attn.q_proj": 4, "q_proj": 3}}, 0.5),
         ({"alpha_pattern": {"^q_proj": 4, "^model.layers.1.self_attn.q_proj": 8}}, 1),
         ({"alpha_pattern": {"_proj": 4}}, 2),
+        ({"rank_pattern": {"k_proj": 2, "q_proj": 4}}, 4),
+        ({"rank_pattern": {"self_attn.q_proj": 4, "q_proj": 2}, "use_rslora": True}, 8),
         ({"alpha_pattern": {r".*layers\.[1-3]\..*_proj": 4}}, 0.5),
     ],
 )
