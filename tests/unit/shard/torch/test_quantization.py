@@ -100,6 +100,23 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "counts"),
+    [
+        (["re:.*_proj"], [MODULE]),
+        (["re:.*mlp.*_proj"], ["re:.*down_proj"]),
+        (["re:.*up_proj", "Linear"], ["re:.*_proj"]),
+        (["Linear"], ["lm_head", MODULE]),
+    ],
+)
+def test_the_most_precise_target_of_all_groups_counts(before: list[str], counts: list[str]) -> None:
+    """As in the library: names, then expressions in the order of their text, then classes; it writes groups in any order."""
+    groups = {"a": GROUP | {"targets": before}, "b": {"targets": counts, "weights": INT4}}
+    for order in (groups, dict(reversed(groups.items()))):
+        scheme = read_scheme(COMPRESSED_DYNAMIC | {"config_groups": order, "format": "mixed-precision"})
+        assert isinstance(scheme.format_of(MODULE), PackedIntegerFormat)
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ("int8", "quantized checkpoints (int8)"),

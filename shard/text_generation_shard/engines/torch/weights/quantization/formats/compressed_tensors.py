@@ -23,7 +23,7 @@ from text_generation_shard.engines.torch.weights.quantization.formats.packed_int
     Int8Format,
     PackedIntegerFormat,
 )
-from text_generation_shard.engines.torch.weights.quantization.modules import module_names
+from text_generation_shard.engines.torch.weights.quantization.modules import REGEX, module_names
 
 METHOD = "compressed-tensors"
 LINEAR = "Linear"
@@ -41,7 +41,7 @@ FORMATS = (
 
 
 def read_groups(given: Mapping[str, Any]) -> tuple[tuple[tuple[str, ...], WeightFormat], ...]:
-    """Return the modules and the format of each config group; groups of named modules come before one of all."""
+    """Return the format of each target. As in the library, names come before expressions, and these before all linear layers."""
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not 1 <= len(groups) <= MAX_GROUPS:
         raise UnsupportedSchemeError(f"{METHOD}: config_groups must be an object of 1 to {MAX_GROUPS} groups")
@@ -50,16 +50,17 @@ def read_groups(given: Mapping[str, Any]) -> tuple[tuple[tuple[str, ...], Weight
     sparsity = given.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise UnsupportedSchemeError(f"{METHOD}: sparsity_config is not supported")
-    rules = []
+    rules: list[tuple[str, WeightFormat]] = []
     for group in groups.values():
         if not isinstance(group, dict):
             raise UnsupportedSchemeError(f"{METHOD}: a config group must be an object")
         targets = module_names(group.get("targets"))
         if not targets:
             raise UnsupportedSchemeError(f"{METHOD}: a config group without targets is not supported")
-        modules = tuple("*" if target == LINEAR else target for target in targets)
-        rules.append((modules, _weights(group, group.get("format") or given.get("format"))))
-    return tuple(sorted(rules, key=lambda rule: "*" in rule[0]))
+        weights = _weights(group, group.get("format") or given.get("format"))
+        rules += [(target, weights) for target in targets]
+    rules.sort(key=lambda rule: (rule[0] == LINEAR, rule[0].startswith(REGEX), rule[0]))
+    return tuple((("*" if target == LINEAR else target,), weights) for target, weights in rules)
 
 
 def _weights(group: Mapping[str, Any], name: object) -> WeightFormat:
