@@ -193,6 +193,24 @@ def test_modules_to_not_convert_are_parts_of_names(name: str, covers: bool) -> N
     assert (scheme.format_of(MODULE) is not None) is covers
 
 
+IN_TEXT_PART = [
+    MODULE.replace("model.", prefix) for prefix in ("model.language_model.", "language_model.model.", "backbone.")
+]
+
+
+@pytest.mark.parametrize("module", [MODULE, *IN_TEXT_PART])
+@pytest.mark.parametrize(
+    "pattern", [*IN_TEXT_PART, IN_TEXT_PART[0].replace("proj", "*"), r"re:.*language_model.*down.*"]
+)
+def test_a_text_part_may_have_its_prefix_in_the_config_and_in_the_checkpoint(pattern: str, module: str) -> None:
+    assert read_scheme(COMPRESSED_DYNAMIC | {"ignore": [pattern]}).format_of(module) is None
+    assert read_scheme(AWQ | {"modules_to_not_convert": [pattern]}).format_of(module) is None
+    assert read_scheme({"quant_algo": "FP8", "exclude_modules": [pattern]}).format_of(module) is None
+    target = read_scheme(compressed(targets=[pattern]))
+    assert target.format_of(module) is not None
+    assert target.format_of(module.replace("down", "up")) is None
+
+
 def test_an_expression_that_matches_for_ever_ends_the_start_in_one_line() -> None:
     scheme = read_scheme(COMPRESSED_DYNAMIC | {"ignore": [r"re:(.|.)*\d\d"]})
     with pytest.raises(EngineError, match="takes too long to match"):

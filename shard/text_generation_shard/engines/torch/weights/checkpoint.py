@@ -79,6 +79,12 @@ def text_name(name: str) -> str:
     return name
 
 
+def names_of_text_part(name: str) -> list[str]:
+    """Return the names that a tensor or module of a model of text may have: its own, and those of `text_name`."""
+    prefixes = ((prefix, ours) for prefix, ours in TEXT_PREFIXES.items() if name.startswith(ours))
+    return [name, *(prefix + name.removeprefix(ours) for prefix, ours in prefixes)]
+
+
 def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, from the index if there is one, else from the headers of all *.safetensors."""
     if (folder / INDEX).exists():
