@@ -122,6 +122,7 @@ def test_the_most_precise_target_of_all_groups_counts(before: list[str], counts:
         ("int8", "quantized checkpoints (int8)"),
         ({"quant_method": "aqlm"}, "(aqlm) are not supported, only fp8, gptq, awq"),
         ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bitsandbytes: int4 is not supported"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "bitsandbytes: codes in bfloat16"),
         ({"quant_method": ["gptq"]}, "quantized checkpoints (['gptq'])"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         ({"quant_method": "fp8", "weight_block_size": [0, -1]}, "weight_block_size is [0, -1]"),

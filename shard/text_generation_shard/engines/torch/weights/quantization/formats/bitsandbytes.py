@@ -137,4 +137,6 @@ def read_bitsandbytes(given: Mapping[str, Any]) -> WeightFormat:
     kind = given.get("bnb_4bit_quant_type") or "fp4"
     if kind not in KINDS:
         raise UnsupportedSchemeError(f"bitsandbytes: {str(kind)[:50]} is not supported, only {', '.join(KINDS)}")
+    if (storage := given.get("bnb_4bit_quant_storage") or "uint8") != "uint8":
+        raise UnsupportedSchemeError(f"bitsandbytes: codes in {str(storage)[:50]} are not supported, only in uint8")
     return FourBitFormat(kind)
