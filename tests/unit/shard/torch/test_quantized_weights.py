@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,47 @@ def test_hostile_tensors_are_refused_in_one_line_before_anything_is_written(tmp_
     assert key.rpartition(".")[2] in str(refusal.value) or parameter in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not target.any()
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def state_with(tensor: Tensor, **changes: object) -> Tensor:
+    return torch.tensor(list(json.dumps(json.loads(bytes(tensor.tolist())) | changes).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change"),
+    [
+        ("bitsandbytes-nf4", STATE, lambda tensor: tensor[:-1]),
+        ("bitsandbytes-nf4", STATE, lambda tensor: tensor.unsqueeze(0)),
+        ("bitsandbytes-nf4", STATE, lambda tensor: tensor.float()),
+        ("bitsandbytes-nf4", STATE, lambda tensor: state_with(tensor, shape=[-1, -1])),
+        ("compressed-tensors-pack-int4", "weight_shape", lambda tensor: tensor.unsqueeze(0)),
+        ("compressed-tensors-pack-int4", "weight_shape", lambda tensor: tensor.float()),
+    ],
+)
+def test_a_hostile_shape_is_refused_in_one_short_line(
+    tmp_path: Path, name: str, key: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Also for a model that transformers runs, which has no other shapes."""
+    scheme, tensors, expected, parameter = case(name)
+    save_file(tensors | {f"m.{key}": change(tensors[f"m.{key}"])}, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError) as refusal:
+        load_weights(tmp_path, {parameter: torch.zeros(expected.shape)}, scheme)
+    with pytest.raises(EngineError) as other:
+        dequantized_tensors(Checkpoint(tmp_path), scheme, torch.float32)
+    for each in (refusal, other):
+        assert "\n" not in str(each.value)
+        assert len(str(each.value)) < 100 + len(str(tmp_path)) + 2 * len(key)
+
+
+def test_a_state_of_bitsandbytes_may_have_floats(tmp_path: Path) -> None:
+    scheme, tensors, expected, parameter = case("bitsandbytes-nf4")
+    tensors[f"m.{STATE}"] = state_with(tensors[f"m.{STATE}"], shape=[float(size) for size in expected.shape])
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(tmp_path, {parameter: (whole := torch.zeros(expected.shape))}, scheme)
+    assert torch.equal(whole, expected.float())
 
 
 UNEVEN = ("compressed-tensors-float8-block",)

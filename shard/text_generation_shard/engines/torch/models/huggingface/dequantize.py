@@ -51,7 +51,10 @@ def dequantized_tensors(checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dty
                 f"{checkpoint.path(codes)}: {codes} is {type_name(tensors[codes].dtype)}, and config.json's"
                 f" quantization_config says nothing of it"
             )
-        shape = _shape_of(weight, tensors[codes].shape, weights, tensors)
+        try:
+            shape = _shape_of(weight, tensors[codes].shape, weights, tensors)
+        except UnsupportedSchemeError as error:
+            raise EngineError(f"{checkpoint.path(codes)}: {weight}: {error}") from None
         if shape is None:
             raise EngineError(
                 f"{checkpoint.path(codes)}: {codes} of shape {list(tensors[codes].shape)} is not of {weights.label}"
@@ -89,8 +92,8 @@ def _shape_of(weight: str, codes: torch.Size, weights: WeightFormat, tensors: Ma
 
 def _shapes(weight: str, codes: torch.Size, tensors: Mapping[str, Tensor]) -> Iterator[Shape]:
     """Yield shapes that a weight may have: codes are packed along one of its dimensions, which may be exchanged."""
-    if (given := tensors.get(f"{weight}_shape")) is not None and given.numel() == 2:
-        yield tuple(int(each) for each in given)
+    if (given := tensors.get(f"{weight}_shape")) is not None and given.dtype in (torch.int32, torch.int64):
+        yield tuple(given.flatten().tolist())
     for kind in KINDS:
         if (state := tensors.get(f"{weight}{STATE}{kind}")) is not None and state.numel() <= MAX_STATE:
             shape = read_state(state).get("shape")

@@ -147,7 +147,7 @@ class LoadingPlan:
         for role, (source, expected) in found.items():
             tensor = tensors[role]
             if tuple(tensor.shape) not in expected.shapes:
-                shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
+                shapes = " or ".join(str(list(shape)) for shape in expected.shapes[:8])
                 raise self._error(source, f"{source} has shape {list(tensor.shape)}, {weights.label} has {shapes} here")
             if tensor.dtype not in expected.dtypes:
                 raise self._error(source, f"{source} is {type_name(tensor.dtype)}, not of {weights.label}")

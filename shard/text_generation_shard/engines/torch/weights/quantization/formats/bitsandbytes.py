@@ -76,11 +76,11 @@ class FourBitFormat(WeightFormat):
     def dequantize(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> Tensor:
         rows, columns = ranges
         state = read_state(tensors["state"])
-        inputs = state["shape"][1]
+        inputs = int(state["shape"][1])
         first, last = rows.start * inputs, rows.stop * inputs
         pairs = tensors["codes"].flatten()[first // 2 : last // 2]
         codes = torch.stack((pairs >> 4, pairs & 0xF), -1).flatten().long()
-        blocks = torch.arange(first, last) // state["blocksize"]
+        blocks = torch.arange(first, last) // int(state["blocksize"])
         values = tensors["map"][codes] * _factors(tensors, state)[blocks]
         dtype: torch.dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
             str(state.get("dtype")), torch.float32
@@ -123,8 +123,8 @@ def _factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
 
 def read_state(tensor: Tensor) -> dict[str, Any]:
     try:
-        state = json.loads(bytes(tensor.tolist()))
-    except (ValueError, RecursionError):
+        state = json.loads(bytes(tensor.flatten().tolist()))
+    except (TypeError, ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
         raise UnsupportedSchemeError("quant_state is not a JSON object")
