@@ -26,6 +26,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import Quantize, ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.layers.quantized.choice import projection_itemsize
 from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.weights.quantization.format import UnsupportedSchemeError, WeightFormat
 from text_generation_shard.engines.torch.weights.quantization.formats.awq import AwqFormat
@@ -36,7 +37,7 @@ from text_generation_shard.engines.torch.weights.quantization.formats.packed_int
     Int8Format,
     PackedIntegerFormat,
 )
-from text_generation_shard.engines.torch.weights.quantization.schemes import online_fp8, read_scheme
+from text_generation_shard.engines.torch.weights.quantization.schemes import choose_scheme, online_fp8, read_scheme
 
 GROUP = COMPRESSED_DYNAMIC["config_groups"]["group_0"]
 STATIC = {"input_activations": ACTIVATIONS | {"strategy": "tensor", "dynamic": False}}
@@ -97,6 +98,15 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
     assert isinstance(scheme.format_of(MODULE), PackedIntegerFormat)
     assert isinstance(scheme.format_of("model.layers.0.mlp.up_proj"), Fp8Format)
     assert scheme.format_of("lm_head") is None
+
+
+def test_compressed_tensors_may_have_scales_of_the_cache_alone() -> None:
+    scheme = read_scheme({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": ACTIVATIONS})
+    assert scheme.format_of(MODULE) is None
+    assert scheme.label == "compressed-tensors (KV cache)"
+    assert projection_itemsize(scheme, 2) == 2
+    with pytest.raises(UnsupportedSchemeError, match="is quantized as"):
+        choose_scheme(scheme, "fp8")
 
 
 @pytest.mark.parametrize(

@@ -63,4 +63,4 @@ def projection_itemsize(scheme: Scheme | None, itemsize: int) -> float:
         found = bits_and_group(weights) if humming.is_installed() else None
         is_fp8 = isinstance(weights, Fp8Format) and not weights.weight_only
         sizes.append(1 if is_fp8 else found[0] / 8 if found else itemsize)
-    return min(sizes)
+    return min(sizes, default=itemsize)

@@ -43,7 +43,7 @@ class Scheme:
     @property
     def label(self) -> str:
         """The method and the formats in words, for example `gptq (GPTQ int4 g128)`."""
-        formats = ", ".join(dict.fromkeys(weights.label for _, weights in self.rules))
+        formats = ", ".join(dict.fromkeys(weights.label for _, weights in self.rules)) or "KV cache"
         return f"{self.method} ({formats}{', quantized while they are loaded' if self.online else ''})"
 
     def format_of(self, module: str) -> WeightFormat | None:
@@ -83,7 +83,7 @@ def choose_scheme(found: Scheme | None, asked: str | None) -> Scheme | None:
         raise UnsupportedSchemeError(
             f"--quantize {asked}: the checkpoint is not quantized, only fp8 is done at load time"
         )
-    is_fp8 = all(isinstance(weights, Fp8Format | Fp8BlockFormat) for _, weights in found.rules)
+    is_fp8 = bool(found.rules) and all(isinstance(weights, Fp8Format | Fp8BlockFormat) for _, weights in found.rules)
     agreed = {
         found.method,
         *(f"{found.method}-{each.kind}" for _, each in found.rules if isinstance(each, FourBitFormat)),

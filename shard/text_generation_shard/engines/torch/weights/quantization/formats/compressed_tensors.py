@@ -43,7 +43,8 @@ FORMATS = (
 def read_groups(given: Mapping[str, Any]) -> tuple[tuple[tuple[str, ...], WeightFormat], ...]:
     """Return the format of each target. As in the library, names come before expressions, and these before all linear layers."""
     groups = given.get("config_groups")
-    if not isinstance(groups, dict) or not 1 <= len(groups) <= MAX_GROUPS:
+    fewest = 0 if given.get("kv_cache_scheme") else 1  # scales of keys and values alone
+    if not isinstance(groups, dict) or not fewest <= len(groups) <= MAX_GROUPS:
         raise UnsupportedSchemeError(f"{METHOD}: config_groups must be an object of 1 to {MAX_GROUPS} groups")
     if given.get("transform_config"):
         raise UnsupportedSchemeError(f"{METHOD}: transform_config is not supported")
