@@ -100,6 +100,12 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
     assert scheme.format_of("lm_head") is None
 
 
+def test_gptq_may_name_its_modules() -> None:
+    scheme = read_scheme(GPTQ | {"modules_in_block_to_quantize": [["mlp.up_proj", "mlp.gate_proj"], ["mlp.down_proj"]]})
+    assert isinstance(scheme.format_of(MODULE), GptqFormat)
+    assert scheme.format_of("model.layers.0.self_attn.q_proj") is None
+
+
 def test_compressed_tensors_may_have_scales_of_the_cache_alone() -> None:
     scheme = read_scheme({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": ACTIVATIONS})
     assert scheme.format_of(MODULE) is None
@@ -145,6 +151,7 @@ def test_the_most_precise_target_of_all_groups_counts(before: list[str], counts:
         (GPTQ | {"group_size": 0}, "gptq: group_size 0"),
         (GPTQ | {"group_size": 1 << 70}, "gptq: group_size 1180591620717411303424"),
         (GPTQ | {"group_size": "128"}, "gptq: group_size 128 is not supported"),
+        (GPTQ | {"modules_in_block_to_quantize": ["q_proj"]}, "modules_in_block_to_quantize is not a list of lists"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "gptq: dynamic"),
         (AWQ | {"version": "gemv"}, "awq: version gemv"),

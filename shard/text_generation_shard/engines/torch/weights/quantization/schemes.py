@@ -119,6 +119,15 @@ def _fp8(given: Mapping[str, Any]) -> WeightFormat:
     return Fp8Format(scale_per_row=False, static_inputs=activations == "static")
 
 
+def _gptq(given: Mapping[str, Any]) -> WeightFormat | Rules:
+    """Read a config of GPTQ. optimum's may name the modules that are quantized in each layer, in lists of those done together."""
+    weights, steps = read_gptq(given), given.get("modules_in_block_to_quantize") or []
+    if not isinstance(steps, list) or not all(isinstance(step, list) for step in steps):
+        raise UnsupportedSchemeError("gptq: modules_in_block_to_quantize is not a list of lists")
+    modules = parts_of_names([name for step in steps for name in step])
+    return ((modules, weights),) if modules else weights
+
+
 def _auto_round(given: Mapping[str, Any]) -> tuple[WeightFormat, tuple[str, ...]]:
     """Read a config of AutoRound, which packs as AutoGPTQ or AutoAWQ does."""
     packing = str(given.get("packing_format") or "auto_round:auto_gptq")
@@ -164,7 +173,7 @@ def _kept(given: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], tuple[WeightFormat | Rules, tuple[str, ...]]]] = {
     "fp8": lambda given: (_fp8(given), _kept(given, "modules_to_not_convert", "ignored_layers")),
-    "gptq": lambda given: (read_gptq(given), module_names(gptq_ignored(given)) + _kept(given)),
+    "gptq": lambda given: (_gptq(given), module_names(gptq_ignored(given)) + _kept(given)),
     "awq": lambda given: (read_awq(given), _kept(given)),
     "compressed-tensors": lambda given: (read_groups(given), module_names(given.get("ignore"))),
     "mxfp4": lambda given: (((("*.experts.*",), GptOssMxfp4Format()),), _kept(given)),
