@@ -39,7 +39,7 @@ def quantized_experts(
     scheme: Scheme | None,
     device: torch.device,
     dtype: torch.dtype,
-    kept_bytes: int,
+    kept_bytes: int | None,
 ) -> list[HummingExperts] | None:
     """Return the layer of each product of a mixture, which multiplies with packed weights; None as for `quantized_linear`.
 

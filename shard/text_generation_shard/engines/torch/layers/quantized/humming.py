@@ -264,7 +264,7 @@ class HummingExperts:
         weights: WeightFormat,
         device: torch.device,
         dtype: torch.dtype,
-        kept_bytes: int,
+        kept_bytes: int | None,
     ) -> None:
         """`experts` has the projections of each expert, which are fused; all have the same sizes. `kept_bytes`: see `has_copy`."""
         from humming.layer import HummingLayer

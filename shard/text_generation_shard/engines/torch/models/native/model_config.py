@@ -77,8 +77,10 @@ class ModelConfig(DecoderNumbers):
         has = (True,) * self.num_layers if self.states is None else self.states.attention
         return tuple(compress(self.layers, has))
 
-    def kept_bytes(self, itemsize: int) -> int:
-        """Return the bytes of `kept_tokens` in the layers without a window."""
+    def kept_bytes(self, itemsize: int) -> int | None:
+        """Return the bytes of `kept_tokens` in the layers without a window; None if layers with states need memory, too."""
+        if self.states is not None:
+            return None
         width = sum(layer.vectors * layer.head_dim for layer in self.attention_layers if layer.window is None)
         return self.kept_tokens * width * itemsize
 
