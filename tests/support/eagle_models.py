@@ -19,13 +19,14 @@ HEADS, KV_HEADS, HEAD_DIM, INNER, TOKENS, EPS = 4, 2, 8, 56, 64, 1e-5
 class EagleModel:
     """A model of a config, and a draft model for it in the format of the authors or that of the library speculators.
 
-    The second one has another hidden size than the model, an embedding of its own, and norms its residual.
+    The second one has another hidden size than the model, an embedding of its own, and norms its residual. Without `own_head`
+    the draft model has the LM head of the model.
     """
 
-    def __init__(self, config: PretrainedConfig, *, speculators: bool = False) -> None:
+    def __init__(self, config: PretrainedConfig, *, speculators: bool = False, own_head: bool = True) -> None:
         config._attn_implementation = "sdpa"
         self.model = random_model(config)
-        target, self.speculators = config.hidden_size, speculators
+        target, self.speculators, self.own_head = config.hidden_size, speculators, own_head
         width = self.width = 32 if speculators else target
         self.taken = [0, 1, 3] if speculators else [1, 2, 3]
         torch.manual_seed(12)
@@ -43,6 +44,9 @@ class EagleModel:
         self.tokens = torch.arange(TOKENS) * 5 + 3
         embedding = self.model.get_input_embeddings().weight.detach()
         self.embedding = draw(len(embedding), width) if speculators else embedding
+        if not own_head:
+            self.others["lm_head"] = self.model.get_output_embeddings().weight.detach()
+            self.tokens = torch.arange(len(embedding))
 
     def write(self, folder: Path) -> Path:
         """Write the checkpoints, the draft model into `draft`."""
@@ -50,8 +54,9 @@ class EagleModel:
         (draft := folder / "draft").mkdir()
         prefix = "layers.0." if self.speculators else "midlayer."
         tensors = {f"{prefix}{name}.weight": each for name, each in self.layer.items()}
-        tensors |= {f"{name}.weight": each for name, each in self.others.items()}
-        tensors["d2t"] = self.tokens - torch.arange(TOKENS)
+        tensors |= {f"{name}.weight": each for name, each in self.others.items() if name != "lm_head" or self.own_head}
+        if self.own_head:
+            tensors["d2t"] = self.tokens - torch.arange(TOKENS)
         layer: dict[str, Any] = {"model_type": "llama", "hidden_size": self.width, "intermediate_size": INNER}
         layer |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
         layer |= {"vocab_size": len(self.embedding), "max_position_embeddings": 512, "rms_norm_eps": EPS}
@@ -65,7 +70,8 @@ class EagleModel:
             config = layer | {"architectures": ["LlamaForCausalLMEagle3"]}
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [each - 1 for each in self.taken]}
         save_file(tensors, draft / "model.safetensors")
-        (draft / "config.json").write_text(json.dumps(config | {"draft_vocab_size": TOKENS}))
+        config["draft_vocab_size"] = TOKENS if self.own_head else None
+        (draft / "config.json").write_text(json.dumps(config))
         return folder
 
     @torch.no_grad()

@@ -87,9 +87,13 @@ def capture(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 LAYERS = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "qwen2", "EAGLE-3"),
-    "EAGLE-3 of speculators",
+    *("EAGLE-3 of speculators", "EAGLE-3 without a head"),
 )
-OFTEN = {("deepseek_v3", reference_engine), ("EAGLE-3 of speculators", build_engine)}
+OFTEN = {
+    ("deepseek_v3", reference_engine),
+    ("EAGLE-3 of speculators", build_engine),
+    ("EAGLE-3 without a head", reference_engine),
+}
 """Layers and engines that `make test` runs; tests/unit/shard/torch/test_drafts.py has the other two."""
 
 
@@ -104,7 +108,8 @@ def test_drafts_are_those_of_the_layer(
     is_eagle = family.startswith("EAGLE-3")
     layer: PredictionLayer | EagleModel
     if is_eagle:
-        layer = EagleModel(LlamaConfig(**SHAPE | {"initializer_range": 0.05}), speculators="of" in family)
+        model = LlamaConfig(**SHAPE | {"initializer_range": 0.05})
+        layer = EagleModel(model, speculators="of" in family, own_head="without" not in family)
     else:
         layer = PredictionLayer(CONFIGS[family])
     folder = str(layer.write(tmp_path))
@@ -282,6 +287,13 @@ def test_other_draft_models_are_refused_by_name(changes: dict[str, object], prob
     draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path) / "draft"
     change_config(draft, changes)
     with pytest.raises(EngineError, match=problem):
+        build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
+
+
+def test_a_draft_model_without_a_head_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+    draft = EagleModel(LlamaConfig(**SHAPE), own_head=False).write(tmp_path) / "draft"
+    change_config(draft, {"draft_vocab_size": 64})
+    with pytest.raises(EngineError, match="it has no LM head, and draft_vocab_size is 64, not 331"):
         build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
 
 

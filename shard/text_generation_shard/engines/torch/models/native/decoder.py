@@ -114,8 +114,9 @@ class PredictionPart:
     layer: DecoderLayer
     norm: RMSNorm
     head: DenseLinear | None = None
-    """The head of a draft model, over `tokens`; None: that of the model. The others below are those of a draft model, too."""
+    """None: that of the model. This and those below are of a draft model."""
     tokens: Tensor = field(default_factory=partial(torch.empty, 0))
+    """The token of each logit."""
     embedding: Tensor | None = None
     """None: that of the model."""
     taken_before: tuple[int, ...] = ()
@@ -219,7 +220,7 @@ class Decoder:
         part, buffers = self._weights.prediction, self.activations(step.num_tokens, self.predicts)
         assert part is not None
         table = self._weights.embedding if part.embedding is None else part.embedding
-        embedded = step.embed(table, self._embedding_scale if part.head is None else 1.0, buffers.residual)
+        embedded = step.embed(table, 1.0 if part.taken_before else self._embedding_scale, buffers.residual)
         if step.images is not None:
             step.images.embed(embedded)
         dtype = self._weights.precision.model
@@ -227,7 +228,7 @@ class Decoder:
         if part.hidden_first:
             inputs.reverse()
         joint, place, own = torch.cat(inputs, dim=1), iter(self._places[-1:]), buffers.of(-1)
-        if part.head is None:
+        if not part.taken_before:
             stream = ResidualStream(part.projection(joint), buffers.normed)
             self._add_layer(step, stream, part.layer, place, own)
             return self._ops.norm(stream, part.norm, buffers.normed)
@@ -242,7 +243,8 @@ class Decoder:
         part = self._weights.prediction
         if not len(hidden) or part is None:
             return hidden.new_empty(0, dtype=torch.int64)
-        return self.logits(hidden).argmax(1) if part.head is None else part.tokens[part.head(hidden).argmax(1)]
+        best = (self.logits(hidden) if part.head is None else part.head(hidden)).argmax(1)
+        return part.tokens[best] if part.taken_before else best
 
     def _add_layer(
         self,

@@ -65,9 +65,13 @@ def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> Predict
     if model.quantization is not None:
         raise whole.error("quantized draft models are not supported")
     names = Checkpoint(folder).names if has_files else []
-    has_embedding = "embed_tokens.weight" in names
-    if has_files and not has_embedding and model.hidden_size != target.hidden_size:
-        raise whole.error(f"it has no embedding, and the hidden size {model.hidden_size}, not {target.hidden_size}")
+    has_embedding, has_head = "embed_tokens.weight" in names, not has_files or "lm_head.weight" in names
+    if has_files and not (has_embedding and has_head) and model.hidden_size != target.hidden_size:
+        lacks = "LM head" if has_embedding else "embedding"
+        raise whole.error(f"it has no {lacks}, and the hidden size {model.hidden_size}, not {target.hidden_size}")
+    drafted = whole.count("draft_vocab_size", model.vocab_size)
+    if not has_head and drafted != target.vocab_size:
+        raise whole.error(f"it has no LM head, and draft_vocab_size is {drafted}, not {target.vocab_size}")
     layer = "layers.0." if any(name.startswith("layers.0.") for name in names) else "midlayer."
     return PredictionConfig(
         names=PredictionNames("", f"{layer}input_layernorm", f"{layer}hidden_norm", "fc", "norm", layer=layer),
@@ -75,9 +79,10 @@ def read_eagle(folder: Path, target: ModelConfig, *, has_files: bool) -> Predict
         folder=folder,
         taken_before=_layers(whole, nested.get(LAYER_IDS), target.num_layers),
         inputs=3 * target_hidden,
-        draft_vocab_size=whole.count("draft_vocab_size", model.vocab_size),
+        draft_vocab_size=drafted,
         is_mapped="d2t" in names,
         has_embedding=has_embedding,
+        has_head=has_head,
         norm_before_residual=whole.flag("norm_before_residual", default=kind is not None),
     )
 

@@ -136,6 +136,7 @@ class PredictionConfig:
     is_mapped: bool = False
     """True: `d2t` says which tokens it drafts; False: the first ones."""
     has_embedding: bool = False
+    has_head: bool = False
     norm_before_residual: bool = False
     """True: attention is added to the normed hidden state."""
 

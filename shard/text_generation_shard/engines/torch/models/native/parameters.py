@@ -198,7 +198,8 @@ class PredictionWeights(PredictionPart):
         if is_draft and self.layer.input_norm is not None:
             self.embedding_norm = self.layer.input_norm
             self.taken_before, self.norm_before_residual = config.taken_before, config.norm_before_residual
-            self.head = linear(config.draft_vocab_size, width)
+            if config.has_head:
+                self.head = linear(config.draft_vocab_size, width)
             self.tokens = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
             if config.has_embedding:
                 self.embedding = torch.empty(model.vocab_size, width, device=device, dtype=dtype)
@@ -214,16 +215,15 @@ class PredictionWeights(PredictionPart):
         parameters: dict[str, ParameterShard | Tensor] = {
             f"{names.root}{name}.weight": each.weight for name, each in own.items()
         }
-        if self.head is not None:
-            parameters["lm_head.weight"] = self.head.weight
-            parameters |= {"d2t": self.tokens} if self._config.is_mapped else {}
-            parameters |= {} if self.embedding is None else {"embed_tokens.weight": self.embedding}
+        parameters |= {} if self.head is None else {"lm_head.weight": self.head.weight}
+        parameters |= {"d2t": self.tokens} if self._config.is_mapped else {}
+        parameters |= {} if self.embedding is None else {"embed_tokens.weight": self.embedding}
         return self.layer.named_parameters() | parameters
 
     def process_weights_after_loading(self) -> None:
         for each in (self.hidden_norm, self.norm, self.layer):
             each.process_weights_after_loading()
-        if self.head is None:
+        if not self.taken_before:
             self.embedding_norm.process_weights_after_loading()
             return
         self.tokens += torch.arange(len(self.tokens), device=self.tokens.device)
