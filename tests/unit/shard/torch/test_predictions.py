@@ -34,8 +34,11 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.attention.step import Step
 from text_generation_shard.engines.torch.batch.step_plan import StepPlan
+from text_generation_shard.engines.torch.build.footprint import native_footprint
+from text_generation_shard.engines.torch.build.prepare import Target, prepare
 from text_generation_shard.engines.torch.engine.engine import TorchEngine
 from text_generation_shard.engines.torch.engine.runner import ForwardOutput
+from text_generation_shard.engines.torch.models.native.config import read_model_config
 from text_generation_shard.engines.torch.runner.cpu_runner import CpuRunner
 from text_generation_shard.engines.torch.runner.decode_graphs import DecodeGraphs
 from text_generation_shard.engines.torch.runner.device_runner import DeviceRunner
@@ -288,6 +291,16 @@ def test_other_draft_models_are_refused_by_name(changes: dict[str, object], prob
     change_config(draft, changes)
     with pytest.raises(EngineError, match=problem):
         build_engine(ShardConfig(model_path=str(tmp_path), device="cpu", max_batch_size=4, speculator=str(draft)))
+
+
+def test_the_memory_of_a_draft_model_is_counted_beside_that_of_the_model(tmp_path: Path) -> None:
+    draft = EagleModel(LlamaConfig(**SHAPE)).write(tmp_path) / "draft"
+    config, found = ShardConfig(model_path=str(tmp_path), device="cpu", dtype="float32"), []
+    for speculator in ("", str(draft)):
+        own = config.model_copy(update={"speculator": speculator})
+        prepared = prepare(own, read_model_config(tmp_path), Target.of(own))
+        found.append(native_footprint(own, prepared, WarmUpLimits()).weights)
+    assert found[1] - found[0] == sum(each.nbytes for each in load_file(draft / "model.safetensors").values())
 
 
 def test_a_draft_model_without_a_head_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:

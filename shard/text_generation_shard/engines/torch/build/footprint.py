@@ -84,14 +84,15 @@ def native_footprint(config: ShardConfig, prepared: Prepared[ModelConfig], limit
     parameters, predicting = weights.named_parameters(), weights.prediction
     if config.load_format != "dummy":
         plan_loading(Path(config.model_path), parameters, model.quantization)
-    parameters |= {} if predicting is None else predicting.named_parameters()
-    nbytes = sum(part_of(parameter).tensor.nbytes for parameter in parameters.values())
+    # A draft model has names of the model.
+    both = [*parameters.values(), *(() if predicting is None else predicting.named_parameters().values())]
+    tensors = [part_of(parameter).tensor for parameter in both]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     nbytes += 0 if weights.adapters is None else weights.adapters.nbytes
     sizes = model.num_layers, model.hidden_size
     found = _footprint(config, prepared, limits, nbytes, weights.layer_shapes, *sizes, state_bytes=weights.state_bytes)
     if config.world_size > 1:
         return found
-    tensors = [part_of(parameter).tensor for parameter in parameters.values()]
     packed = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.int32)
     kept = None if model.experts is None else model.kept_bytes(dtype.itemsize)
     room = prepared.target.memory - nbytes - left_by_copies(prepared.target.memory, kept)
