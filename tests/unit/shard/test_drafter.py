@@ -191,18 +191,20 @@ def test_synthetic_drafts_yield_the_tokens_asked_for(most: int, tokens: float) -
 
 
 def test_drafts_are_counted() -> None:
-    first, second, third = sequences(3)
+    first, second, third, ended = sequences(4)
     rows = StepRows(
         None,
         [
             StepRow(first, 29, 4, samples=True, drafts=(1, 2, 3), draft_source="own"),
             StepRow(second, 29, 1, samples=True),
             StepRow(third, 29, 3, samples=True, drafts=(1, 2), draft_source="recent"),
+            StepRow(ended, 29, 4, samples=True, drafts=(1, 2, 3), draft_source="mtp"),
         ],
     )
-    counted = drafting_of(rows, StepResult(slots=[1, 0], token_counts=[1, 3], token_ids=[5, 1, 2, 9]))
+    counted = drafting_of(rows, StepResult(slots=[1, 0, 3], token_counts=[1, 3, 2], token_ids=[5, 1, 2, 9, 1, 2]))
     assert counted == [
         Drafting(1, 3, 2, "own", [(0, 3, 2)]),
         Drafting(1, 2, 0, "recent"),
+        Drafting(1, 3, 2, "mtp", [(3, 3, 2)]),
     ]
     assert drafting_of(StepRows(None, rows.others[1:2]), StepResult(slots=[1])) == []

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
+from itertools import islice
+from operator import eq
 from typing import Protocol
 
 from text_generation_proto.values import MTP
@@ -201,16 +203,19 @@ class Drafter:
 def drafting_of(rows: StepRows, result: StepResult) -> list[Drafting]:
     """Return the counts of the drafts in a step, by source."""
     told: dict[str, Drafting] = {}
-    drafting = rows.drafting
-    counts = dict(zip(result.slots, result.token_counts, strict=True)) if drafting else {}
+    taken: dict[int, list[int]] = {}
+    if drafting := rows.drafting:
+        ids = iter(result.token_ids)
+        taken = {slot: [*islice(ids, count)] for slot, count in zip(result.slots, result.token_counts, strict=True)}
     for _, row in drafting:
         slot, drafted = row.sequence.slot, len(row.drafts)
         if (of := told.get(row.draft_source)) is None:
             of = told[row.draft_source] = Drafting(source=row.draft_source)
         of.drafts += 1
         of.draft_tokens += drafted
-        if count := counts.get(slot, 0):
-            accepted = min(count - 1, drafted)
+        if tokens := taken.get(slot):
+            # The last one is a draft, too, if it ends the sequence or the mask behind it is not known.
+            accepted = sum(map(eq, tokens, row.drafts))
             of.accepted_tokens += accepted
             of.by_slot.append((slot, drafted, accepted))
     return [*told.values()]
