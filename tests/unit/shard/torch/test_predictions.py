@@ -275,6 +275,7 @@ def test_random_weights_have_the_layer_that_the_config_names_and_warm_up_measure
         ({"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]}, "no draft model of the form of EAGLE-3"),
         ({"speculators_model_type": "eagle", "transformer_layer_config": {}}, "no draft model of the form of EAGLE-3"),
         ({"norm_before_fc": True}, "norm_before_fc True is not supported, only False"),
+        ({"use_aux_norm": True}, "use_aux_norm True is not supported, only False"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
         ({"model_type": "qwen3"}, "a draft model of type 'qwen3' is not supported, only llama"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, the model needs 1"),

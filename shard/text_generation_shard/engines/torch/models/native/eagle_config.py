@@ -30,6 +30,7 @@ SERVED = {
     "parallel_drafting": False,
     "norm_before_fc": False,
     "fc_norm": False,
+    "use_aux_norm": False,
     "norm_output": False,
 }
 """Fields of other forms, with the values of this one."""
