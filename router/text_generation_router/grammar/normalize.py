@@ -1,5 +1,7 @@
 """Edits of a client's schema before it is compiled: annotations are dropped, equivalent spellings become one."""
 
+import re
+
 from text_generation_router.grammar.schema import Schema, every
 
 _ANNOTATIONS: dict[str, type] = {
@@ -24,6 +26,8 @@ _STANDARD_FORMATS = frozenset(
     )
 )
 _OBJECT_KEYWORDS = frozenset(("properties", "required", "additionalProperties", "patternProperties", "minProperties"))
+_NEGATED = re.compile(r"\\.|\[\^([]-]?)", re.DOTALL)
+"""The start of a class in an expression, as `[^ab]`, with a first character that is literal there; or an escape."""
 _IN_PLACE = frozenset(("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"))
 
 
@@ -48,6 +52,7 @@ def normalize(root: Schema) -> None:
         for keyword in _idle_keywords(schema):
             schema.pop(keyword, None)
         _replace_unevaluated(schema)
+        _exclude_null(schema)
         if close and _means_object(schema):
             schema["type"] = "object"
         if close and _is_open(schema):
@@ -104,6 +109,22 @@ def _replace_unevaluated(schema: Schema) -> None:
             if keyword in schema and (plain not in schema or isinstance(schema[keyword], bool)):
                 inner = schema.pop(keyword)
                 schema.setdefault(plain, inner)
+
+
+def _exclude_null(schema: Schema) -> None:
+    """Take the null character out of the negated classes of patterns.
+
+    In a string, llguidance lets a class that has all control characters match an escaped quote or backslash too, which `[^"]`
+    excludes.
+    """
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = _without_null(pattern)
+    if isinstance(patterns := schema.get("patternProperties"), dict):
+        schema["patternProperties"] = {_without_null(pattern): inner for pattern, inner in patterns.items()}
+
+
+def _without_null(pattern: str) -> str:
+    return _NEGATED.sub(lambda found: found[0] if found[1] is None else rf"[^\x00{re.escape(found[1])}", pattern)
 
 
 def without_anchors(expression: str) -> str:

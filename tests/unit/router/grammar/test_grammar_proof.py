@@ -155,6 +155,28 @@ def test_ordinary_schemas_pass(schema: Json, tokenizer: LLTokenizer) -> None:
     prove(schema_grammar(read_schema(schema)), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "fitting", "others"),
+    [
+        ('^[^"]*$', ["a", "é\n", "\\"], ['"', 'a"b']),
+        (r"^[^/\\]+$", ["a.b", '"'], ["\\", "a\\b"]),
+        ("^[^-a]$", ["b", "\t"], ["-", "a"]),
+        ("^[^]a]$", ["b"], ["]", "a"]),
+        (r'^\[[^"]$', ["[a"], ['["', "a"]),
+    ],
+)
+def test_a_negated_class_excludes_what_json_escapes(
+    pattern: str, fitting: list[str], others: list[str], tokenizer: LLTokenizer
+) -> None:
+    by_value = schema_grammar({"type": "string", "pattern": pattern})
+    by_key = schema_grammar(
+        {"type": "object", "patternProperties": {pattern: {"const": 1}}, "additionalProperties": False}
+    )
+    for text in fitting + others:
+        assert allows(by_value, json.dumps(text, ensure_ascii=False), tokenizer) == (text in fitting)
+        assert allows(by_key, json.dumps({text: 1}, ensure_ascii=False), tokenizer) == (text in fitting)
+
+
 def test_one_of_needs_schemas_that_exclude_each_other(tokenizer: LLTokenizer) -> None:
     def one_of(*schemas: Json) -> Grammar:
         return schema_grammar(read_schema({"oneOf": list(schemas)}))
