@@ -2,11 +2,11 @@
 
 import re
 
-from text_generation_router.grammar.schema import Schema, every
+from text_generation_router.grammar.schema import Schema, every, resolve
 
 _ANNOTATIONS: dict[str, type] = {
     "$comment": str,
-    "$schema": str,  # every schema is judged as draft 2020-12, as in TGI
+    "$schema": str,  # every schema is judged as draft 2020-12, as in TGI; see also `_replace_tuple`
     "x-guidance": object,  # the engine's own options; one of them makes it ignore unknown keywords
     "default": object,
     "deprecated": bool,
@@ -38,7 +38,10 @@ def normalize(root: Schema) -> None:
     model that may invent properties does. Not where schemas are merged (`allOf`, siblings of `$ref`), because a closed
     part forbids the properties of the others; nor beside `oneOf`, where a closed branch may come to agree with another.
     """
-    schemas = list(every(root))
+    schemas = []
+    for schema in every(root):
+        _replace_tuple(schema)
+        schemas.append(schema)
     refer = any("$ref" in schema for schema in schemas)
     for schema in [root] if refer else schemas:
         # A base for references; an empty fragment at its end means nothing.
@@ -53,6 +56,7 @@ def normalize(root: Schema) -> None:
             schema.pop(keyword, None)
         _replace_unevaluated(schema)
         _exclude_null(schema)
+        _require_tag(root, schema)
         if close and _means_object(schema):
             schema["type"] = "object"
         if close and _is_open(schema):
@@ -109,6 +113,25 @@ def _replace_unevaluated(schema: Schema) -> None:
             if keyword in schema and (plain not in schema or isinstance(schema[keyword], bool)):
                 inner = schema.pop(keyword)
                 schema.setdefault(plain, inner)
+
+
+def _replace_tuple(schema: Schema) -> None:
+    """Write a tuple as draft 2020-12 does; in older drafts `items` has its schemas, as converters of zod still write it."""
+    if isinstance(schema.get("items"), list) and "prefixItems" not in schema:
+        schema["prefixItems"] = schema.pop("items")
+        if "additionalItems" in schema:
+            schema["items"] = schema.pop("additionalItems")
+
+
+def _require_tag(root: Schema, schema: Schema) -> None:
+    """Require the tag of a discriminated union in each of its schemas: pydantic does not if the tag has a default."""
+    tag, branches = schema.get("discriminator"), schema.get("oneOf")
+    name = tag.get("propertyName") if isinstance(tag, dict) else None
+    for branch in branches if isinstance(name, str) and isinstance(branches, list) else ():
+        target = resolve(root, branch.get("$ref")) or branch if isinstance(branch, dict) else {}
+        properties, required = target.get("properties"), target.get("required", [])
+        if isinstance(properties, dict) and name in properties and isinstance(required, list) and name not in required:
+            target["required"] = [*required, name]
 
 
 def _exclude_null(schema: Schema) -> None:

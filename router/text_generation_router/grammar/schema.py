@@ -119,10 +119,11 @@ def applied(schema: Schema) -> Iterator[Schema]:
 
 
 def every(root: Schema) -> Iterator[Schema]:
-    """Yield every schema in `root` once, definitions included. A schema may be edited after the next one was taken."""
+    """Yield every schema in `root` once, definitions included. A schema may be edited before the next one is taken."""
     waiting, seen = [root], {id(root)}
     while waiting:
         schema = waiting.pop()
+        yield schema
         inner = list(applied(schema))
         for keyword in _DEFINITIONS:
             if isinstance(named := schema.get(keyword), dict):
@@ -133,7 +134,6 @@ def every(root: Schema) -> Iterator[Schema]:
             if id(item) not in seen:
                 seen.add(id(item))
                 waiting.append(item)
-        yield schema
 
 
 def shallow(schema: Schema) -> Schema:

@@ -45,6 +45,30 @@ def test_objects_are_closed_unless_schemas_are_merged() -> None:
     )
 
 
+def test_tuples_of_older_drafts_are_those_of_the_newest() -> None:
+    pair = [{"type": "string", "title": "A"}, {"properties": {}}]
+    assert normalized(holding({"items": pair, "additionalItems": False}))["properties"]["x"] == {
+        "prefixItems": [{"type": "string"}, {"type": "object", "properties": {}, "additionalProperties": False}],
+        "items": False,
+    }
+    assert normalized({"items": [{}], "prefixItems": [{}]}) == {"items": [{}], "prefixItems": [{}]}
+
+
+def test_the_tag_of_a_discriminated_union_is_required() -> None:
+    """As pydantic writes it for `k: Literal["a"] = "a"`."""
+    cat = {
+        "type": "object",
+        "properties": {"k": {"const": "a", "default": "a"}, "x": {"type": "integer"}},
+        "required": ["x"],
+    }
+    dog = {"type": "object", "properties": {"k": {"const": "b", "default": "b"}}}
+    union = {"discriminator": {"propertyName": "k"}, "oneOf": [{"$ref": "#/$defs/cat"}, dog, True]}
+    read = normalized({**union, "$defs": {"cat": cat}})
+    assert read["$defs"]["cat"]["required"] == ["x", "k"]
+    assert read["oneOf"][1]["required"] == ["k"]
+    assert "required" not in normalized({**union, "discriminator": {"propertyName": "z"}})["oneOf"][1]
+
+
 def test_a_schema_with_properties_is_an_object() -> None:
     assert normalized({"properties": {"o": {"properties": {}}}})["type"] == "object"
     assert normalized({"properties": {"o": {"properties": {}}}})["properties"]["o"]["type"] == "object"

@@ -122,7 +122,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name_at_once(
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "strin"}, {"properties": []}, {"properties": {"a": 5}}, {"required": "a"}, {"items": [{}]}, {"anyOf": []},
+        {"type": "strin"}, {"properties": []}, {"properties": {"a": 5}}, {"required": "a"}, {"items": 5}, {"anyOf": []},
         {"anyOf": {}}, {"minLength": -1}, {"type": ["string", "string"]}, {"$defs": {"a": {"type": 5}}}, {"maxItems": "3"},
         {"pattern": 5}, {"enum": 5}, {"patternProperties": 7}, {"additionalProperties": "no"}, {"allOf": [True, 3]},
         {"title": 5}, {"if": 3}, {"properties": {"a": {"readOnly": "yes"}}}, {"then": None}, {"uniqueItems": 1},
@@ -143,6 +143,11 @@ def test_a_schema_that_breaks_the_meta_schema_is_not_valid(schema: Json, tokeniz
         {"properties": {"oneOf": {"const": {"$ref": "#"}}, "$ref": {"type": "string"}, "not": {"enum": [{"not": 1}]}}},
         {"$defs": {"unused": {"not": {}}}, "type": "object"},
         {"type": "object", "minProperties": 2},
+        holding({"type": "array", "items": [{"type": "string"}, {"type": "number"}], "minItems": 2, "maxItems": 2}),
+        {
+            "oneOf": [holding({"const": "a"}), {"properties": {"x": {"const": "b"}}}],
+            "discriminator": {"propertyName": "x"},
+        },
         holding({"multipleOf": 0.01}),
         holding({"type": "string", "pattern": "^(a+)+$"}),
         holding(
