@@ -198,11 +198,14 @@ def _part(part: ContentPart, role: str) -> str | Json:
 
 
 def read_arguments(arguments: str | dict[str, Any] | None, texts: JsonTexts) -> Any:  # noqa: ANN401 - any JSON that the model wrote
-    """Return the arguments as an object, which templates serialize; text that cannot be read as JSON stays text."""
-    if not isinstance(arguments, str):
+    """Return the arguments as an object, which templates serialize; an empty one for no text and for null.
+
+    Text that cannot be read as JSON stays text.
+    """
+    if not arguments or not isinstance(arguments, str):
         return arguments or {}
     try:
-        return texts.read(arguments)
+        return texts.read(arguments) or {}
     except ValueError:
         return arguments
 

@@ -174,3 +174,11 @@ def test_an_input_has_limits() -> None:
     ):
         with pytest.raises(ValidationError, match="at most 10000 items"):
             body(input=too_many)
+
+
+@pytest.mark.parametrize("arguments", ["", "null", None, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: str | None) -> None:
+    """Templates read the members of arguments."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    [message] = to_conversation(ResponsesBody(input=[call])).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
