@@ -5,11 +5,12 @@ are the client's, and Jinja's sandbox bounds neither time nor memory (`7 ** (mes
 such a template would stop the event loop. A render takes 0.03 ms in this process and 0.06 ms in a worker.
 """
 
+import re
 from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Self
 
 import orjson
@@ -17,6 +18,8 @@ import orjson
 from text_generation_router.admission_queue import PendingWork
 from text_generation_router.chat.conversation import Conversation, Json, Tool, join_parts, text_part
 from text_generation_router.chat.parsers.channels import HARMONY_CHANNEL
+from text_generation_router.chat.parsers.formats import MISTRAL_CALLS
+from text_generation_router.chat.parsers.sections import KIMI_CALLS
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.chat.template_job import TOO_LONG
 from text_generation_router.errors import ContextLengthExceeded, InvalidRequest, TemplateError, Unhealthy
@@ -198,6 +201,7 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> tupl
     is_harmony = HARMONY_CHANNEL in templates.sources[name]
     if is_harmony:
         messages = [_with_one_text(message) for message in messages]
+    messages = _with_own_ids(messages, templates.sources[name])
     if tools:
         appendix = tool_appendix(tools, conversation.tool_prompt, knows_tools=knows_tools)
         _append(messages[:-1] if continue_final else messages, appendix)
@@ -262,6 +266,32 @@ def _with_one_text(message: Json) -> Json:
         return message
     thought = f"{message['thinking']}\n{message['content']}"
     return {**message, "content": "", "thinking": thought, "reasoning_content": thought}
+
+
+def _with_own_ids(messages: list[Json], source: str) -> list[Json]:
+    """Return messages whose calls have the ids that the template `source` asks for.
+
+    Those of Mistral refuse all but nine letters or digits; that of Kimi K2 writes the id in place of the name.
+    """
+    is_kimi = KIMI_CALLS in source
+    if not is_kimi and MISTRAL_CALLS not in source:
+        return messages
+    ids: dict[str, str] = {}
+    numbers = count()
+    renamed = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            kimi = f"functions.{call['function']['name']}:{next(numbers)}"
+            own = kimi if is_kimi else re.sub("[^a-zA-Z0-9]", "", call["id"])[-9:].rjust(9, "0")
+            ids[call["id"]] = own
+            calls.append({**call, "id": own})
+        if calls:
+            message = {**message, "tool_calls": calls}
+        if (answered := message.get("tool_call_id")) in ids:
+            message = {**message, "tool_call_id": ids[answered]}
+        renamed.append(message)
+    return renamed
 
 
 def _in_parts(message: Json) -> Json:

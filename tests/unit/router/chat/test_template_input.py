@@ -182,3 +182,29 @@ async def test_a_template_that_reads_parts_gets_texts_as_parts(template: str, re
     async with TemplateRenderer(templates, workers=1) as renderer:
         assert await renderer.render(Conversation([HELLO])) == "Hello"
         assert await renderer.render(Conversation([HELLO, HI])) == "HelloHi"  # it is continued
+
+
+def called_twice(*ids: str) -> list[Json]:
+    """Two turns, each with the calls `ids` and their results."""
+    calls = [{"id": each, "type": "function", "function": {"name": "now", "arguments": {}}} for each in ids]
+    results = [{"role": "tool", "content": "12:00", "tool_call_id": each} for each in ids]
+    return [HELLO, {"role": "assistant", "tool_calls": calls}, *results] * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "first", "second"),
+    [
+        ("[TOOL_CALLS]", ["123456789", "00000tool"], ["123456789", "00000tool"]),
+        (
+            "<|tool_calls_section_begin|>",
+            ["functions.now:0", "functions.now:1"],
+            ["functions.now:2", "functions.now:3"],
+        ),
+        ("<tool_call>", ["call_0123456789", "to-ol"], ["call_0123456789", "to-ol"]),
+    ],
+)
+def test_calls_have_the_ids_that_the_template_asks_for(source: str, first: list[str], second: list[str]) -> None:
+    templates = ChatTemplates({"default": source}, {}, frozenset({"default"}))
+    messages = variables(Conversation(called_twice("call_0123456789", "to-ol"), [NOW]), templates)["messages"]
+    assert [call["id"] for message in messages for call in message.get("tool_calls", ())] == first + second
+    assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == first + second
