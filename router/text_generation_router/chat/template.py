@@ -198,10 +198,11 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> tupl
     messages = [plain_message(message) for message in conversation.messages]
     continue_final = _continues(conversation, messages[-1])
     knows_tools = name in templates.using_tools
-    is_harmony = HARMONY_CHANNEL in templates.sources[name]
-    if is_harmony:
+    source = templates.sources[name]
+    reads_description = "description" in source
+    if HARMONY_CHANNEL in source:
         messages = [_with_one_text(message) for message in messages]
-    messages = _with_own_ids(messages, templates.sources[name])
+    messages = _with_own_ids(messages, source)
     if tools:
         appendix = tool_appendix(tools, conversation.tool_prompt, knows_tools=knows_tools)
         _append(messages[:-1] if continue_final else messages, appendix)
@@ -212,7 +213,9 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> tupl
         **templates.special_tokens,
         **conversation.template_kwargs,
         "messages": messages,
-        "tools": [template_tool(tool, described=is_harmony) for tool in tools] if tools and knows_tools else None,
+        "tools": [template_tool(tool, described=reads_description) for tool in tools]
+        if tools and knows_tools
+        else None,
         "add_generation_prompt": conversation.add_generation_prompt and not continue_final,
     }
     try:
@@ -239,7 +242,7 @@ def tool_appendix(tools: Sequence[Tool], tool_prompt: str | None, *, knows_tools
 def template_tool(tool: Tool, *, described: bool = False) -> Json:
     """Return a tool in the form of templates. Without parameters it gets an empty object schema: templates read it.
 
-    `described`: without a description it gets an empty one, which the template of gpt-oss reads.
+    `described`: without a description it gets an empty one: the templates of gpt-oss, Hermes and Apertus read it unasked.
     """
     function: Json = {"name": tool.name}
     if tool.description is not None or described:

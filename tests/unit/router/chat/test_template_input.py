@@ -50,11 +50,18 @@ def test_tools_as_templates_know_them() -> None:
     ]
 
 
-def test_harmonys_template_gets_descriptions_and_one_text_before_calls() -> None:
+def test_a_template_that_reads_descriptions_gets_one_of_each_tool() -> None:
+    reading = ChatTemplates({"default": "{{ tool.description }}"}, {}, frozenset({"default"}))
+    described = [
+        tool["function"]["description"] for tool in variables(Conversation([HELLO], [ADD, NOW]), reading)["tools"]
+    ]
+    assert described == ["Adds.", ""]
+
+
+def test_harmonys_template_gets_one_text_before_calls() -> None:
     harmony = ChatTemplates({"default": "<|channel|>"}, {}, frozenset({"default"}))
     messages = [HELLO, CALL | {"content": "I look.", "reasoning_content": "Hm."}, HI | {"reasoning": "Hm."}]
     given = variables(Conversation(messages, [NOW], continue_final_message=False), harmony)
-    assert given["tools"][0]["function"]["description"] == ""
     assert [(message["content"], message.get("thinking")) for message in given["messages"]] == [
         ("Hello", None),
         ("", "Hm.\nI look."),
