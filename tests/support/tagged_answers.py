@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from json_call_answers import LOOK, STOP, WEATHER, Table
 from parser_events import Call, Thought
 
@@ -135,7 +137,10 @@ TABLES["minimax_m2"] = {
     "unknown tool": ('<minimax:tool_call>\n<invoke name="rm">\n</invoke>\n</minimax:tool_call>', None),
 }
 HUNYUAN3_LOOK = GLM_LOOK.replace("weather\n", "weather<tool_sep>\n")
+HUNYUAN3_SUFFIXED = re.sub(r"(</?[a-z_]+)>", r"\1:opensource>", f"<tool_calls>\n{HUNYUAN3_LOOK}\n</tool_calls>")
 TABLES["hy_v3"] = {
+    "suffix": (f"Yes. <b:opensource>{HUNYUAN3_SUFFIXED}", ["Yes. <b:opensource>", LOOK]),
+    "half a suffix": ("<tool_calls:open", None),
     "one": (f"<tool_calls>\n{HUNYUAN3_LOOK}\n</tool_calls>", [LOOK]),
     "two, with text": (
         f"Yes.<tool_calls>{HUNYUAN3_LOOK}<tool_call>stop<tool_sep></tool_call></tool_calls> No.",

@@ -53,12 +53,14 @@ FORMATS: Final[dict[str, Format]] = {
     "deepseek_v3": Format(
         sections.DeepSeekParser, (sections.DEEPSEEK_CALLS,), ("deepseek_v31", "deepseekv3", "deepseekv31")
     ),
-    "deepseek_v4": Format(special_tags.DeepSeek4Parser, (f"{special_tags.DSML}tool_calls",), ("deepseekv4",)),
+    "deepseek_v4": Format(
+        special_tags.DeepSeek4Parser, (f"{special_tags.DSML}tool_calls", "dsml_token + 'tool_calls"), ("deepseekv4",)
+    ),
     "deepseek_v32": Format(
         special_tags.DeepSeek32Parser, (f"{special_tags.DSML}function_calls", special_tags.DSML), ("deepseekv32",)
     ),
     "kimi_k2": Format(sections.KimiParser, (sections.KIMI_CALLS,)),
-    "hy_v3": Format(tagged.Hunyuan3Parser, (tagged.HUNYUAN_SEPARATOR,)),
+    "hy_v3": Format(tagged.Hunyuan3Parser, tagged.HUNYUAN_SEPARATORS),
     "hunyuan_a13b": Format(formats.HunyuanParser, (f"{formats.HUNYUAN_CALLS}[",), ("hunyuan",)),
     "glm45": Format(tagged.GlmParser, (tagged.GLM_KEY,), ("glm47", "glm", "poolside_v1", "ling3")),
     "minimax_m3": Format(special_tags.MiniMaxM3Parser, (special_tags.MINIMAX_TOKEN,)),
@@ -89,6 +91,7 @@ NAMES: Final = {alias: name for name, form in FORMATS.items() for alias in (name
 REASONING: Final = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
+    (f"<think{tagged.HUNYUAN_SUFFIX}>", f"</think{tagged.HUNYUAN_SUFFIX}>"),
     ("<mm:think>", "</mm:think>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),

@@ -30,7 +30,9 @@ GLM_KEY: Final = "<arg_key>"
 MINIMAX_BLOCK: Final = "<minimax:tool_call>"
 SEED_BLOCK: Final = "<seed:tool_call>"
 
-HUNYUAN_SEPARATOR: Final = "<tool_sep>"
+HUNYUAN_SUFFIX: Final = ":opensource"
+HUNYUAN_SEPARATORS: Final = ("<tool_sep>", f"<tool_sep{HUNYUAN_SUFFIX}>", "<tool_sep{}>")
+"""The last one as the released template has it, which formats its tags."""
 
 _MAX_GAP: Final = 16
 """Whitespace between the end of a call and the end of its block, where the end tag of the last value is missing."""
@@ -92,7 +94,7 @@ class TaggedParser(CallParser):
     def __init_subclass__(cls) -> None:
         cls.MARKERS = cls.TAGS.in_text
         cls.ENDS = frozenset({cls.TAGS.block_end})
-        cls.ENDS_OF_REASONING = (cls.TAGS.block,)
+        cls.ENDS_OF_REASONING = cls.__dict__.get("ENDS_OF_REASONING", (cls.TAGS.block,))
         cls.SPECIAL = cls.SPECIAL or cls.TAGS.all
         cls.TAGS_OF_CALLS = cls.TAGS.all
         cls.CALLS = cls.__dict__.get("CALLS") or (cls.TAGS.syntax,)
@@ -344,15 +346,43 @@ class MiniMaxParser(TaggedParser):
     )
 
 
-class Hunyuan3Parser(TaggedParser):
-    """Format `hy_v3`."""
-
-    TAGS = Tags(
-        block=("<tool_calls>", "</tool_calls>"),
-        call=("<tool_call>", HUNYUAN_SEPARATOR, "</tool_call>"),
-        key=(GLM_KEY, "</arg_key>"),
-        value=("<arg_value>", "</arg_value>"),
+def _hunyuan_tags(suffix: str = "") -> Tags:
+    return Tags(
+        block=(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),
+        call=(f"<tool_call{suffix}>", f"<tool_sep{suffix}>", f"</tool_call{suffix}>"),
+        key=(f"<arg_key{suffix}>", f"</arg_key{suffix}>"),
+        value=(f"<arg_value{suffix}>", f"</arg_value{suffix}>"),
     )
+
+
+class Hunyuan3Parser(TaggedParser):
+    """Format `hy_v3`. Released models write a suffix in the tags, `<tool_call:opensource>`; it is taken out before they are read."""
+
+    TAGS = _hunyuan_tags()
+    _SUFFIXED = _hunyuan_tags(HUNYUAN_SUFFIX)
+    SPECIAL = TAGS.all | _SUFFIXED.all
+    ENDS_OF_REASONING = (TAGS.block, _SUFFIXED.block)
+    CALLS = (TAGS.syntax, _SUFFIXED.syntax)
+    _TAGS_WITH_SUFFIX = Markers(sorted(_SUFFIXED.all))
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._partial = ""
+        """The end of the last piece, which may be the start of a tag with the suffix."""
+
+    def feed(self, text: str) -> Sequence[Event]:
+        text, plain, end = self._partial + text, list[str](), 0
+        while True:
+            at = end
+            start, end = self._TAGS_WITH_SUFFIX.find(text, at)
+            plain += text[at:start], text[start:end].replace(HUNYUAN_SUFFIX, "")
+            if start == end:
+                break
+        self._partial = text[start:]
+        return super().feed("".join(plain))
+
+    def finish(self) -> Sequence[Event]:
+        return [*super().feed(self._partial), *super().finish()]
 
 
 def unquoted(name: str) -> str:

@@ -49,6 +49,8 @@ from text_generation_router.config import ToolCallFormat
         ("functools[", (), "phi4_mini_json"),
         ('<tool_calls>[{"name"', (), "hunyuan_a13b"),
         ("<tool_calls><tool_call><tool_sep><arg_key>", (), "hy_v3"),
+        ("{% set toolsep_token = '<tool_sep{}>'.format(HYTK) %}", (), "hy_v3"),
+        ("{% set dsml_token = '｜DSML｜' %}{{ '<' + dsml_token + 'tool_calls>' }}", (), "deepseek_v4"),
         ("<|tools_prefix|>", (), "apertus"),
         ("<|START_ACTION|>", (), "cohere_command"),
         ("<|tool_call_start|>", (), "lfm2"),
