@@ -19,7 +19,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import gated
 from text_generation_shard.engines.torch.kernels.norm import norm_scale
-from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation, fused_arguments
 from text_generation_shard.engines.torch.kernels.packed_matvec import packed_matvec
 from text_generation_shard.engines.torch.kernels.packed_weight import Fp8Weight, MatvecWeight, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
@@ -129,14 +129,8 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
         out.stride(0),
         columns,
         norm[1],
-        1.0 if activation is None else activation.alpha,
-        1.0 if activation is None else activation.limit,
         ROWS=1 if experts else len(x),
         K=inputs,
-        EXPERTS_EACH=1 if experts is None else experts.each,
-        IDS_KNOWN=experts is None or experts.known,
-        KIND=None if activation is None else activation.kind,
-        INTERLEAVED=activation is not None and activation.interleaved,
         ADD=add,
         SCALE=scale,
         ORDER=order,
@@ -144,6 +138,7 @@ def matvec(  # noqa: PLR0913 – the options of one kernel
         BLOCK_K=triton.next_power_of_2(inputs),
         num_warps=config.num_warps,
         launch_pdl=order == "pdl",
+        **fused_arguments(activation, experts),
     )
 
 

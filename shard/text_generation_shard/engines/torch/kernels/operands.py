@@ -163,6 +163,18 @@ FEW_PAIRS = 0.25
 """Pairs of a token and an expert, for each expert of a layer, up to which they are computed one by one: measured with bfloat16."""
 
 
+def fused_arguments(activation: GatedActivation | None, experts: ChosenExperts | None) -> dict[str, object]:
+    """Return the arguments of the two kernels of products of a few rows that say what is fused into them."""
+    return {
+        "alpha": 1.0 if activation is None else activation.alpha,
+        "limit": 1.0 if activation is None else activation.limit,
+        "KIND": None if activation is None else activation.kind,
+        "INTERLEAVED": activation is not None and activation.interleaved,
+        "EXPERTS_EACH": 1 if experts is None else experts.each,
+        "IDS_KNOWN": experts is None or experts.known,
+    }
+
+
 def few_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tuple[MatvecWeight, MatvecWeight] | None:
     """Return the weights of both products if they are faster than products grouped by expert: docs/quantization.md."""
     if pairs > FEW_PAIRS * len(gate_up.weight):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import gated
 from text_generation_shard.engines.torch.kernels.half_products import half_unit, sums_of_halves
-from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation
+from text_generation_shard.engines.torch.kernels.operands import ChosenExperts, GatedActivation, fused_arguments
 from text_generation_shard.engines.torch.kernels.packed_weight import WORD_BITS, PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, pdl, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import PROGRAMS_WANTED
@@ -107,24 +107,19 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
         out.stride(0),
         columns,
         norm[1],
-        1.0 if activation is None else activation.alpha,
-        1.0 if activation is None else activation.limit,
         K=inputs,
         BITS=weight.bits,
         GROUPS=weight.scales.shape[1],
         PLANE=weight.plane,
         FLOATS=weight.floats,
         HALVES=_multiplies_halves(x, weight, out),
-        EXPERTS_EACH=1 if experts is None else experts.each,
-        IDS_KNOWN=experts is None or experts.known,
-        KIND=None if activation is None else activation.kind,
-        INTERLEAVED=activation is not None and activation.interleaved,
         ADD=add,
         SCALE=scale,
         AHEAD=config.ahead,
         BLOCK_N=config.block_n,
         BLOCK_W=block_w,
         num_warps=config.num_warps,
+        **fused_arguments(activation, experts),
         **pdl(x),
     )
 
