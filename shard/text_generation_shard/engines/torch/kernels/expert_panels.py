@@ -29,23 +29,10 @@ _LOW_SCALE = tl.constexpr(16.0)
 """Factor of the low numbers, which are at most a sixteenth of the high ones: small ones stay exact."""
 
 
-@dataclass(frozen=True, slots=True)
-class PanelTiling:
-    """Tiles of a product by panels."""
-
-    block_m: int
-    """Rows: an expert with more rows reads its weight again, for the most part from the L2 cache."""
-    block_n: int = 128
-    num_warps: int = 4
-    stages: int = 4
-    splits: int = 2
-    """Programs that take the blocks of an expert's rows in turns."""
-
-
-_TILINGS = ((4, PanelTiling(8)), (16, PanelTiling(16, splits=4)))
-"""By the most rows of an average expert: the best on an H200 for gpt-oss-20b."""
-_LARGEST = PanelTiling(32)
-"""The tiling for more rows."""
+_BLOCK_N = tl.constexpr(128)
+_STAGES = tl.constexpr(4)
+_SPLITS = 4
+"""Programs that take the blocks of an expert's rows in turns. Other blocks read the weight from the L2 cache for the most part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +99,13 @@ def split_rows(
     return SplitRows(values, scales)
 
 
-def panel_product(
-    rows: SplitRows, weight: ExpertPanels, groups: ExpertGroups, *, each: int, tiling: PanelTiling | None = None
-) -> Tensor:
+def panel_product(rows: SplitRows, weight: ExpertPanels, groups: ExpertGroups, *, each: int) -> Tensor:
     """Return the products with the weights of the experts, bfloat16 [pairs, outputs], as a `GroupedProduct` does."""
     experts, _, outputs = weight.scales.shape
     pairs = groups.order.shape[0]
-    if tiling is None:
-        tiling = next((tiling for most, tiling in _TILINGS if pairs <= most * experts), _LARGEST)
+    average = triton.cdiv(pairs, experts)
     out = torch.empty(pairs, outputs, dtype=torch.bfloat16, device=rows.values.device)
-    _panel_kernel[(triton.cdiv(outputs, tiling.block_n), tiling.splits, experts)](
+    _panel_kernel[(triton.cdiv(outputs, _BLOCK_N.value), _SPLITS, experts)](
         rows.values,
         rows.scales,
         weight.codes,
@@ -134,10 +118,9 @@ def panel_product(
         PANELS=weight.codes.shape[1],
         OUTPUTS=outputs,
         EXPERTS_EACH=each,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        STAGES=tiling.stages,
-        num_warps=tiling.num_warps,
+        # The best on an H200 for gpt-oss-20b.
+        BLOCK_M=8 if average <= 4 else 16 if average <= 16 else 32,
+        num_warps=4,
         **pdl(out),
     )
     return out
@@ -214,19 +197,17 @@ def _panel_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     OUTPUTS: tl.constexpr,
     EXPERTS_EACH: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """Multiply the rows of an expert with some outputs of its weight; the columns of a tile are the high, then the low parts."""
     after_previous(USE_PDL)
     expert = tl.program_id(2)
     end = tl.load(offsets + expert + 1)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = tl.program_id(0) * _BLOCK_N + tl.arange(0, _BLOCK_N)
     read = tl.minimum(outputs, OUTPUTS - 1)
-    inputs = tl.arange(0, 32)
-    codes_at = codes + expert.to(tl.int64) * (PANELS * OUTPUTS * 32) + (read[:, None] * 32 + inputs[None, :])
+    codes_at = codes + expert.to(tl.int64) * (PANELS * OUTPUTS * 32) + (read[:, None] * 32 + tl.arange(0, 32)[None, :])
     scales_at = scales + expert.to(tl.int64) * (INPUTS // _AT_ONCE * OUTPUTS) + read
+    inputs = tl.arange(0, _AT_ONCE)
     column = tl.arange(0, 2 * BLOCK_M)
     is_low = column >= BLOCK_M
     begin = tl.load(offsets + expert)
@@ -236,36 +217,36 @@ def _panel_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         if EXPERTS_EACH:
             sources = tl.load(order + sources) // EXPERTS_EACH
         x_at = x + (sources + tl.where(is_low, tokens, 0)).to(tl.int64)[None, :] * INPUTS + inputs[:, None]
-        sums = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
-        for some in tl.range(0, INPUTS // _AT_ONCE, num_stages=STAGES):
+        sums = tl.zeros((_BLOCK_N, 2 * BLOCK_M), tl.float32)
+        for some in tl.range(0, INPUTS // _AT_ONCE, num_stages=_STAGES):
             scale = tl.load(scales_at + some * OUTPUTS)
-            part = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
-            for half in tl.static_range(2):
-                panel = 2 * some + half
-                if INPUTS != PANELS * 64:  # x is zero there
-                    panel = tl.minimum(panel, PANELS - 1)
-                tile = tl.load(codes_at + panel * (OUTPUTS * 32))
-                shifts = scale >> (8 * half)
-                first_group, second_group = _numbers(tile, shifts & 15, (shifts >> 4) & 15, BLOCK_N)
-                x_tile = x_at + (some * _AT_ONCE + half * 64)
-                part = tl.dot(first_group, tl.load(x_tile), part)
-                part = tl.dot(second_group, tl.load(x_tile + 32), part)
+            panel = 2 * some + 1
+            if INPUTS != PANELS * 64:  # x is zero there
+                panel = tl.minimum(panel, PANELS - 1)
+            numbers = tl.join(
+                _numbers(tl.load(codes_at + 2 * some * (OUTPUTS * 32)), scale),
+                _numbers(tl.load(codes_at + panel * (OUTPUTS * 32)), scale >> 8),
+            )
+            # One product of all inputs: the tensor cores do not wait for the numbers of the next group.
+            numbers = tl.reshape(tl.permute(numbers, (0, 3, 2, 1)), (_BLOCK_N, _AT_ONCE))
+            part = tl.dot(numbers.to(tl.float8e4nv, bitcast=True), tl.load(x_at + some * _AT_ONCE))
             sums += part * ((scale >> 16) << 23).to(tl.float32, bitcast=True)[:, None]
         sums *= (tl.load(x_scales + sources) * tl.where(is_low, 1.0 / _LOW_SCALE, 1.0))[None, :]
-        result = tl.sum(tl.reshape(sums, (BLOCK_N, 2, BLOCK_M)), axis=1)
+        result = tl.sum(tl.reshape(sums, (_BLOCK_N, 2, BLOCK_M)), axis=1)
         rows = first + tl.arange(0, BLOCK_M)
         targets = out + rows.to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
         tl.store(targets, result.to(out.dtype.element_ty), mask=(rows < end)[None, :] & (outputs < OUTPUTS)[:, None])
 
 
 @triton.jit
-def _numbers(
-    tile: tl.tensor, first: tl.tensor, second: tl.tensor, BLOCK_N: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the numbers of two groups in E4M3, from bytes [outputs, 32] of a panel and the shifts [outputs] of the groups.
+def _numbers(tile: tl.tensor, shifts: tl.tensor) -> tl.tensor:
+    """Return the numbers of two groups, bytes in E4M3 [outputs, 32, 2], from the bytes [outputs, 32] of a panel.
+
+    Bits 0 to 3 of `shifts` [outputs] belong to the first group, bits 4 to 7 to the second one.
 
     A byte permutation looks up the magnitudes of four codes in a table of eight: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times 2^(shift - 6).
     """
+    first, second = shifts & 15, (shifts >> 4) & 15
     a_low, a_high = first * 0x08080800 + 0x0C080000, first * 0x08080808 + 0x1C181410
     b_low, b_high = second * 0x08080800 + 0x0C080000, second * 0x08080808 + 0x1C181410
     a, b = tl.inline_asm_elementwise(
@@ -282,13 +263,13 @@ def _numbers(
         "=r,=r" + ",r" * 17,
         [
             tile,
-            tl.broadcast_to(a_low[:, None], (BLOCK_N, 32)),
-            tl.broadcast_to(a_high[:, None], (BLOCK_N, 32)),
-            tl.broadcast_to(b_low[:, None], (BLOCK_N, 32)),
-            tl.broadcast_to(b_high[:, None], (BLOCK_N, 32)),
+            tl.broadcast_to(a_low[:, None], (_BLOCK_N, 32)),
+            tl.broadcast_to(a_high[:, None], (_BLOCK_N, 32)),
+            tl.broadcast_to(b_low[:, None], (_BLOCK_N, 32)),
+            tl.broadcast_to(b_high[:, None], (_BLOCK_N, 32)),
         ],
         dtype=(tl.uint8, tl.uint8),
         is_pure=True,
         pack=4,
     )
-    return a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+    return tl.join(a, b)
