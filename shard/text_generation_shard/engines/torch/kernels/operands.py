@@ -72,6 +72,8 @@ class Routing:
     """Experts of a group, 1 or 2, whose probabilities are added for the choice of groups."""
     has_shared: bool = False
     """True: the last logit is the gate of an expert shared by all tokens, whose weight is the sigmoid of it."""
+    bias: Tensor | None = None
+    """[experts]: added to the logits."""
 
     @property
     def each(self) -> int:

@@ -25,6 +25,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         weights,
         routing.scale,
         routing.choice_bias,
+        routing.bias,
         logits.stride(0),
         routing.eps,
         GROUPS=routing.groups[0],
@@ -55,6 +56,7 @@ def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     weights: tl.tensor,
     expert_scale: tl.tensor | None,
     choice_bias: tl.tensor | None,
+    bias: tl.tensor | None,
     logits_stride: int,
     eps: float,
     GROUPS: tl.constexpr,
@@ -73,6 +75,8 @@ def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
     experts, places = tl.arange(0, BINS), tl.arange(0, CHOSEN_PADDED)
     inside = experts < EXPERTS
     row = tl.load(logits + token * logits_stride + experts, mask=inside, other=float("-inf"))
+    if bias is not None:
+        row += tl.load(bias + experts, mask=inside, other=0.0)
     # NaN is never equal to a maximum: it counts as the least likely, and is added to the weights again below.
     is_number = row == row
     numbers = tl.where(is_number, row, -3e38)
@@ -109,8 +113,7 @@ def _route_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat
         keys = tl.where(keys == best, _LEAST_KEY, keys)
         chosen_ids = tl.where(places == place, BINS - 1 - (best & 0xFFFFFFFF).to(tl.int32), chosen_ids)
     is_place = places < CHOSEN
-    chosen = tl.load(logits + token * logits_stride + chosen_ids)
-    chosen = tl.where(chosen == chosen, chosen, -3e38)
+    chosen = tl.gather(numbers, chosen_ids, axis=0)
     chosen = tl.exp(chosen - highest) if choice_bias is None else _sigmoid(chosen)
     chosen = tl.where(is_place, chosen, 0.0)
     if NORMALIZE:

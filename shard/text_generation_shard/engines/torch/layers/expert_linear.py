@@ -74,6 +74,8 @@ def choose_top_k(logits: Tensor, routing: Routing) -> Routed:
     gates = logits[:, -1:].float().sigmoid()
     if routing.has_shared:
         logits = logits[:, :-1]
+    if routing.bias is not None:
+        logits = logits + routing.bias
     if routing.choice_bias is None:
         scores = probabilities = logits.softmax(-1, dtype=torch.float32)
     else:

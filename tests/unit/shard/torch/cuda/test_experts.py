@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -188,8 +189,10 @@ def test_the_kernel_routes_as_the_formula(
     bias = torch.randn(count, device=device) if sigmoid else None
     eps = 1e-20 if sigmoid else 0.0
     routing = Routing(experts_each, normalize, scale, bias, eps)
-    ids, weights = route(logits, routing)
-    expected_ids, expected = choose_top_k(logits, routing)
+    added = torch.randn(count, device=device, dtype=torch.bfloat16)
+    ids, weights = route(logits, replace(routing, bias=added))
+    expected_ids, expected = choose_top_k(logits + added, routing)
+    logits += added
     for row in (0, 1, 4):
         likely = expected[row] > 0  # the order of experts without any probability is not defined
         assert ids[row][likely].tolist() == expected_ids[row][likely].tolist()

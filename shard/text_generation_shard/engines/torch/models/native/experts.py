@@ -70,15 +70,25 @@ class Experts:
         # Rounded logits would choose other experts: they are float32 in any precision. Those of the last rows are not used: cuBLAS
         # has a slow kernel for odd numbers of them.
         rows = -(-count // ROUTER_ROWS) * ROUTER_ROWS
-        self._router = DenseLinear(empty(rows, hidden), empty(rows) if biased else None, torch.float32)
+        self._router = DenseLinear(empty(rows, hidden), None, torch.float32)
         has_gate = shared is not None and config.family.shared_gate
         self._shared_gate = DenseLinear(empty(1, hidden), None, torch.float32) if has_gate else None
+        # Added by the choice: cuBLAS would need a kernel of its own for it.
+        bias = empty(config.count) if biased else None
         choice_bias = torch.zeros(config.count, device=device) if config.family.sigmoid else None
         scale = torch.full((config.count,), config.scale, device=device) if config.scale != 1.0 else None
         eps = config.family.eps if config.family.sigmoid else 0.0
         # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
         self._routing = Routing(
-            config.each, config.normalize, scale, choice_bias, eps, config.groups, config.family.group_best, merged
+            config.each,
+            config.normalize,
+            scale,
+            choice_bias,
+            eps,
+            config.groups,
+            config.family.group_best,
+            merged,
+            bias,
         )
         parts = 1 + self._activation.has_gate
         gate_up, down = (parts * self._inner.length, hidden), (hidden, self._inner.length)
@@ -136,8 +146,8 @@ class Experts:
         family, prefix = self._config.family, self._prefix
         router = self.router_weight
         parameters: dict[str, ParameterShard | Tensor] = {f"{prefix}{family.router}.weight": router}
-        if self._router.bias is not None:
-            parameters[f"{prefix}{family.router}.bias"] = self._router.bias[: self._config.count]
+        if self._routing.bias is not None:
+            parameters[f"{prefix}{family.router}.bias"] = self._routing.bias
         if self._routing.choice_bias is not None and self._config.chosen_by_bias:
             parameters[f"{prefix}{family.choice_bias}"] = self._routing.choice_bias
         if self._shared is not None:
