@@ -184,7 +184,7 @@ def few_weights(gate_up: ExpertWeights, down: ExpertWeights, pairs: int) -> tupl
     return _both(gate_up.matvec_weight, down.matvec_weight)
 
 
-PANEL_ROWS = 24
+PANEL_ROWS = 32
 """Rows of an average expert up to which panels are faster than humming's product: measured with gpt-oss-20b."""
 
 
