@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,7 +164,7 @@ def stay_near(gpus: Sequence[Gpu]) -> None:
         return
     nodes = sorted({node for gpu in gpus for node in gpu.numa_nodes})
     fields = {"gpus": [gpu.index for gpu in gpus], "numa_nodes": nodes, "near": core_list(near)}
-    if not may_choose(allowed, _machine_cores()):
+    if not _machine_cores() <= allowed:  # some were chosen for this process
         log.info("cores are kept as they were set", cores=core_list(allowed), **fields)
         return
     try:
@@ -175,11 +175,6 @@ def stay_near(gpus: Sequence[Gpu]) -> None:
         log.info("cores cannot be set", reason=error.strerror, **fields)
         return
     log.info("runs on the cores near its GPU", **fields)
-
-
-def may_choose(allowed: Collection[int], of_machine: Collection[int]) -> bool:
-    """Return True if `allowed` is every core of the machine or cgroup: none were chosen for this process."""
-    return set(allowed) >= set(of_machine)
 
 
 def _machine_cores() -> frozenset[int]:

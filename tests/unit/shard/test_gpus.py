@@ -23,7 +23,6 @@ from text_generation_shard.gpus import (
     core_list,
     driver_version,
     gpus_of_shard,
-    may_choose,
     nvml,
     parse_cores,
     read_gpus,
@@ -106,12 +105,6 @@ def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch, mac
         GpusUnreadable, match=r"^cuda-python cannot be imported \(TypeError: two versions of one struct\)$"
     ):
         nvml()
-
-
-def test_cores_that_were_chosen_are_kept() -> None:
-    assert may_choose({0, 1, 2, 3}, {0, 1, 2, 3})
-    assert may_choose({0, 1, 2, 3}, {1, 2}), "the cgroup has fewer cores now"
-    assert not may_choose({0, 1}, {0, 1, 2, 3})
 
 
 BOUND = """
