@@ -229,7 +229,7 @@ class InfoRoutes:
             "prefix_cache": {
                 "query_tokens": stats.prompt_tokens,
                 "hit_tokens": stats.hit_tokens,
-                "hit_rate": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+                "hit_rate": stats.hit_rate,
                 "cached_tokens": stats.cached_blocks * stats.block_size,
             },
             "isolated": list(cluster.isolated),
