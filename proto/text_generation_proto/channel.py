@@ -5,7 +5,6 @@ on it fails. The server here allows a ping every 10 s and counts no strikes; the
 client that is stopped, or lost with its host, loses its session within SERVER_PING_S + SERVER_PING_TIMEOUT_S.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -55,18 +54,17 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(
-    address: str, access: Access | None, options: Sequence[tuple[str, int]] = CLIENT_OPTIONS
-) -> grpc.aio.Channel:
+def open_channel(address: str, access: Access | None) -> grpc.aio.Channel:
     """Return a channel to the shard at `address`; without TLS if `access` is None.
 
     Raises OSError if a certificate cannot be read.
     """
     if access is None or not access.shard_tls_cert or socket_path(address) is not None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
     ca, key, cert = read_certificates(access)
     name = (("grpc.ssl_target_name_override", access.shard_tls_name),) if access.shard_tls_name else ()
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=(*options, *name))
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    return grpc.aio.secure_channel(address, credentials, options=(*CLIENT_OPTIONS, *name))
 
 
 def read_certificates(access: Access) -> tuple[bytes, bytes, bytes]:

@@ -49,9 +49,9 @@ class KubernetesApi:
     """The only certificates that may sign the server's; None: plain HTTP."""
 
     @classmethod
-    def in_cluster(cls, environ: Mapping[str, str] = os.environ) -> "KubernetesApi":
+    def in_cluster(cls) -> "KubernetesApi":
         """Return the access that each pod has. Raises ValueError outside a pod."""
-        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ValueError("kubernetes:// works in a pod only: KUBERNETES_SERVICE_HOST is not set")
         return cls(f"https://{join_host_port(host, int(port))}", ACCOUNT / "token", ACCOUNT / "ca.crt")
