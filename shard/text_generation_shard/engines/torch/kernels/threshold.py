@@ -23,21 +23,17 @@ _MAX_REGISTERS = 128
 """Per thread: two programs fit on a multiprocessor, so that one computes while the other waits for memory."""
 
 
-def smallest_set_threshold(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-    """Return the largest key t of each row for which the weights of all keys ≥ t add up to `mass`; else the smallest key.
-
-    `keys` float32 [rows, n] without NaN (the result would be undefined); `weights` float32 [rows, n] ≥ 0; `mass` [rows, 1].
-    Returns float32 [rows, 1]. Sums are float32.
-    """
-    return _search(keys, weights, mass)
-
-
 def kth_largest(keys: Tensor, k: Tensor) -> Tensor:
     """Return the kth largest key of each row, float32 [rows, 1], or its smallest if it has fewer. `k` [rows, 1]; n ≤ 2²⁴."""
-    return _search(keys, None, k)
+    return smallest_set_threshold(keys, None, k)
 
 
-def _search(keys: Tensor, weights: Tensor | None, mass: Tensor) -> Tensor:
+def smallest_set_threshold(keys: Tensor, weights: Tensor | None, mass: Tensor) -> Tensor:
+    """Return the largest key t of each row for which the weights of all keys ≥ t add up to `mass`; else the smallest key.
+
+    `keys` float32 [rows, n] without NaN (the result would be undefined); `weights` float32 [rows, n] ≥ 0, None: 1 each; `mass`
+    [rows, 1]. Returns float32 [rows, 1]. Sums are float32.
+    """
     rows, count = keys.shape
     thresholds = torch.empty(rows, 1, dtype=torch.float32, device=keys.device)
     buffer = torch.empty(rows, 2, min(CAPACITY, count), dtype=torch.float32, device=keys.device)
