@@ -220,7 +220,7 @@ def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -
         ("rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out), rows * hidden * 6),
         ("add_rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out, update), rows * hidden * 12),
         ("rotate_and_append", lambda: rope.rotate_and_append(qkv, queries, step, layer, None), 2 * qkv.nbytes),
-        ("activate", lambda: activation.activate(gate_up, "silu", active), rows * inner * 6),
+        ("activate", lambda: activation.activate(gate_up, GatedActivation("silu"), active), rows * inner * 6),
     ]
     for name, launch, num_bytes in work:
         table.row(name, rows, timed([launch] * LAUNCHES), num_bytes)

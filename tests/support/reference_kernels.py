@@ -28,7 +28,6 @@ from text_generation_shard.engines.torch.engine.images import ImageSteps
 from text_generation_shard.engines.torch.engine.trace import StepTrace
 from text_generation_shard.engines.torch.engine.worker import TPWorker
 from text_generation_shard.engines.torch.kernels.operands import (
-    ACTIVATIONS,
     AdapterStack,
     DecodeStep,
     GatedActivation,
@@ -170,9 +169,8 @@ class ReferenceKernels:
         widened = [functional.pad(heads, (0, cache_layer.shape[4] - heads.shape[2])) for heads in (keys, values)]
         store(cache_layer, blocks, offsets, [heads.transpose(0, 1) for heads in widened], scales)
 
-    def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
-        gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
-        out.copy_(ACTIVATIONS[kind](gate) * up)
+    def activate(self, gate_up: Tensor, activation: GatedActivation, out: Tensor) -> None:
+        out.copy_(activation(gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))))
 
     def few_experts(
         self,
@@ -210,7 +208,7 @@ class ReferenceKernels:
             normed.copy_(own)
         product = _product(own, weight, bias) * scale
         if activation is not None:
-            self.activate(product, activation.kind, out)
+            self.activate(product, activation, out)
         elif add:
             out += product
         else:

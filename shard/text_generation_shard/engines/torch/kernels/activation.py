@@ -11,27 +11,20 @@ _BLOCK = 1024
 """Columns per program: eight per thread, with four warps."""
 
 
-def activate(gate_up: Tensor, kind: str, out: Tensor, change: Tensor | None = None) -> None:
+def activate(
+    gate_up: Tensor,
+    activation: GatedActivation,
+    out: Tensor,
+    change: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> None:
     """out = act(gate) · up, computed in float32 and rounded once.
 
-    `gate_up` [tokens, 2·inner] with the gate's columns first, `out` [tokens, inner], both in any float dtype.
-    `kind` is the activation name of model configs: "silu", "gelu" or "gelu_pytorch_tanh". `change`, shaped as `gate_up`, is added
-    to it before.
-    """
-    launch_activation(gate_up, None, None, out, GatedActivation(kind), change)
-
-
-def launch_activation(
-    gate_up: Tensor,
-    bias: Tensor | None,
-    ends: Tensor | None,
-    out: Tensor,
-    activation: GatedActivation,
-    change: Tensor | None = None,
-) -> None:
-    """Do what `activate` says with any activation, after adding `bias` [experts, 2·inner], contiguous.
-
-    The rows of `gate_up` are in the order of their experts then; `ends` int32 [experts] has the end of each expert's rows.
+    `gate_up` [tokens, 2·inner], `out` [tokens, inner], both in any float dtype. `change`, shaped as `gate_up`, is added to it before.
+    So is `bias` [experts, 2·inner], contiguous, of rows in the order of their experts; `ends` int32 [experts] has the end of each
+    expert's rows.
     """
     tokens, inner = out.shape
     step, up = (2, 1) if activation.interleaved else (1, inner)

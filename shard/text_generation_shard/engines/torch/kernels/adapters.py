@@ -20,7 +20,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import activate, activated
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
-from text_generation_shard.engines.torch.kernels.operands import AdapterStack
+from text_generation_shard.engines.torch.kernels.operands import AdapterStack, GatedActivation
 from text_generation_shard.engines.torch.kernels.pdl import after_previous, launch_dependents, pdl, supports_pdl
 
 FEW_TOKENS = 256
@@ -101,7 +101,7 @@ class GroupedRows:
         if self._is_beside and len(x) <= ACTIVATED_TOKENS:
             begun, y = self.begin(x, stack), base()
             self._join()
-            activate(y, kind, out, begun)
+            activate(y, GatedActivation(kind), out, begun)
             return
         shrunk = self._empty_shrunk(x, stack)
         if self._is_beside:

@@ -67,7 +67,7 @@ def split_rows(
 ) -> SplitRows:
     """Split rows [rows, inputs], or with an `activation` that of gates and ups [rows, 2 · inputs] after adding a bias.
 
-    The bias [experts, 2 · inputs] and `ends` are those of `launch_activation`.
+    The bias [experts, 2 · inputs] and `ends` are those of `activate`.
     """
     inputs = x.shape[1] // (1 if activation is None else 2)
     padded = triton.cdiv(inputs, _AT_ONCE.value) * _AT_ONCE.value

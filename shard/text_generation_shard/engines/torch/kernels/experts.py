@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.kernels.activation import gated, launch_activation
+from text_generation_shard.engines.torch.kernels.activation import activate, gated
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
 from text_generation_shard.engines.torch.kernels.expert_panels import panel_experts
 from text_generation_shard.engines.torch.kernels.expert_rows import gathered, weighted_sum
@@ -127,7 +127,7 @@ def grouped_mm(
     if activation is None:
         return products
     out = products.new_empty(len(products), products.shape[1] // 2)
-    launch_activation(products, linear.bias, groups.ends, out, activation)
+    activate(products, activation, out, bias=linear.bias, ends=groups.ends)
     return out
 
 

@@ -83,7 +83,7 @@ class DeviceOps(Ops):
         else:
             product = gate_up(self.norm(stream, norm))
             inner = self._inner(stream, product.shape[1])
-            self._kernels.activate(product, kind, inner)
+            self._kernels.activate(product, GatedActivation(kind), inner)
         return inner
 
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:

@@ -8,7 +8,7 @@ from full_grid import full
 from reference_ops import activate, rounded_once
 
 from text_generation_shard.engines.torch.kernels import activation
-from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS
+from text_generation_shard.engines.torch.kernels.operands import ACTIVATIONS, GatedActivation
 
 
 @pytest.mark.filterwarnings(
@@ -35,7 +35,7 @@ def test_matches_float64_rounded_once(
     gate_up = gate_up[1:-1, : 2 * inner]
     buffer = torch.full((tokens + 2, inner + 8), torch.nan, device=device, dtype=out_dtype or dtype)
     out = buffer[1:-1, :inner]
-    activation.activate(gate_up, kind, out)
+    activation.activate(gate_up, GatedActivation(kind), out)
     assert rounded_once(out, activate(gate_up.double(), kind))
     out.fill_(torch.nan)
     assert buffer.isnan().all()
@@ -44,5 +44,5 @@ def test_matches_float64_rounded_once(
 def test_a_change_is_added_before(dtype: torch.dtype, device: torch.device) -> None:
     gate_up, change = (torch.randn(3, 2 * 1531 + rest, device=device).to(dtype)[:, : 2 * 1531] for rest in (0, 8))
     out = torch.empty(3, 1531, device=device, dtype=dtype)
-    activation.activate(gate_up, "silu", out, change)
+    activation.activate(gate_up, GatedActivation("silu"), out, change)
     assert rounded_once(out, activate(gate_up.double() + change.double(), "silu"))
