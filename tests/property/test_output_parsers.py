@@ -15,7 +15,7 @@ from model_answers import TABLES
 from parser_events import Call, Part, read_parts
 
 from text_generation_router.chat.events import Event, Kind, OutputParser
-from text_generation_router.chat.parsers import FORMATS, create_parser
+from text_generation_router.chat.parsers import FORMATS
 from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.reasoning import ReasoningParser
 
@@ -57,7 +57,7 @@ PIECES = [
     "=", "(", ")", "1", "-", "null", "f(", "a=", "to=functions.f", "analysis", "final", "call:f{", "thought\n", "functions.f:0",
     "f\n", '"f">', "f>", "function", '{"name": "f", "arguments": ',
 ]  # fmt: skip
-SPECIAL = sorted({marker for name in FORMATS for marker in create_parser(name, tools={}).markers})
+SPECIAL = sorted({marker for name in FORMATS for marker in FORMATS[name].parser({}).markers})
 chunks = st.sampled_from(PIECES) | st.sampled_from(SPECIAL) | calls() | texts
 WRAPPERS = [
     ("", ""), ("<tool_call>\n", "\n</tool_call>"), ("[TOOL_CALLS][", "]"), ("[TOOL_CALLS]f[ARGS]", ""),
@@ -94,7 +94,7 @@ def answers(draw: st.DrawFn) -> str:
 
 def make(kind: str, tools: Tools = TOOLS) -> OutputParser:
     name, _, reasoning = kind.partition("+")
-    parser = create_parser(name, tools=tools)
+    parser = FORMATS[name].parser(tools)
     return ReasoningParser(parser, starts_inside=reasoning == "inside") if reasoning else parser
 
 
@@ -198,7 +198,7 @@ def test_arguments_are_json_under_any_schema(form: str, schema: dict[str, object
     """A client's schema reaches the parser as it is, if the model may choose to call."""
     written = value if isinstance(value, str) else json.dumps(value)
     before, after = FORMS_OF_TEXT[form]
-    parser = create_parser(form, tools={"f": schema})
+    parser = FORMATS[form].parser({"f": schema})
     [call] = read_parts(parser, [f"{before}{written}{after}"])
     assert isinstance(call, Call)
     [key] = json.loads(call.arguments)

@@ -21,7 +21,7 @@ from text_generation_router.api.core.parameters import INPUTS, GenerationOptions
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
 from text_generation_router.chat.events import Event, Kind, OutputParser, ReasoningTokens
-from text_generation_router.chat.parsers import FORMATS, begun_answer, create_parser, starts_in_reasoning
+from text_generation_router.chat.parsers import FORMATS, begun_answer
 from text_generation_router.chat.parsers.base import AnyTools, Tools
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, FirstCall, ReasoningParser
 from text_generation_router.chat.parsers.syntax import Pieces, Repeat, Slot, Until
@@ -179,10 +179,10 @@ class AnswerForm:
         return self.format == PLAIN and self.reasoning is None
 
     def parser(self) -> OutputParser:
-        inner = create_parser(self.format, tools=self.tools)
+        inner = FORMATS[self.format].parser(self.tools)
         if any(event.kind is Kind.CALL for event in inner.feed(self.begun)):
             # The prompt has calls of its own, which are not the answer's: those are numbered from 0.
-            inner = create_parser(self.format, tools=self.tools)
+            inner = FORMATS[self.format].parser(self.tools)
         if self.reasoning is not None:
             start, end = self.reasoning
             inner = ReasoningParser(inner, start=start, end=end, starts_inside=self.starts_inside)
@@ -265,7 +265,7 @@ class ChatPreparer:
         schemas = {tool.name: tool.parameters for tool in tools}
         one_call = not conversation.parallel_tool_calls
         markers = self.reasoning or (THINK, END_THINK)
-        starts_inside = starts_in_reasoning(prompt, markers[0])
+        starts_inside = prompt.rstrip().endswith(markers[0])
         begun = begun_answer(prompt, own.assistant)
         # A constrained answer leaves no room for reasoning.
         continuation = f"\n{markers[1]}\n\n" if starts_inside else ""

@@ -14,6 +14,7 @@ from text_generation_router.chat.parsers.syntax import CallSyntax, Pieces
 @dataclass(frozen=True, slots=True)
 class Format:
     parser: Callable[[Tools], OutputParser]
+    """Returns a new parser for one answer. Calls of other tools are text."""
     signs: Sequence[str] = ()
     """Texts in the chat template, or special tokens, of the models that write it."""
     aliases: Sequence[str] = ()
@@ -99,11 +100,6 @@ REASONING: Final = (
 """Markers of the reasoning of models that do not use THINK and END_THINK."""
 
 
-def create_parser(name: str, *, tools: Tools) -> OutputParser:
-    """Return a new parser for one answer. Calls of tools that are not in `tools` are text."""
-    return FORMATS[name].parser(tools)
-
-
 def detect_format(template: str, special_tokens: Collection[str]) -> str:
     """Return the format in which a model with this chat template writes calls; `json` if the template implies none.
 
@@ -119,11 +115,6 @@ def detect_format(template: str, special_tokens: Collection[str]) -> str:
 def detect_reasoning(template: str, special_tokens: Collection[str]) -> tuple[str, str]:
     """Return the markers of a model's reasoning."""
     return next((pair for pair in REASONING if pair[0] in template or pair[0] in special_tokens), (THINK, END_THINK))
-
-
-def starts_in_reasoning(prompt: str, start: str = THINK) -> bool:
-    """True if a rendered prompt ends with the start marker: the answer starts in the reasoning."""
-    return prompt.rstrip().endswith(start)
 
 
 def begun_answer(prompt: str, start: str) -> str:

@@ -10,15 +10,7 @@ from model_answers import TABLES
 from parser_events import Call, read_parts
 
 from text_generation_router.chat.events import Event, Kind
-from text_generation_router.chat.parsers import (
-    FORMATS,
-    NAMES,
-    begun_answer,
-    create_parser,
-    detect_format,
-    detect_reasoning,
-    starts_in_reasoning,
-)
+from text_generation_router.chat.parsers import FORMATS, NAMES, begun_answer, detect_format, detect_reasoning
 from text_generation_router.chat.parsers.base import AnyTools
 from text_generation_router.chat.parsers.readers import MAX_HELD, MAX_NAME
 from text_generation_router.chat.parsers.reasoning import ReasoningParser
@@ -66,17 +58,12 @@ def test_the_template_implies_the_format(template: str, special: tuple[str, ...]
     assert expected in FORMATS
 
 
-def test_a_prompt_may_start_the_reasoning() -> None:
-    assert starts_in_reasoning("<|assistant|><think>\n")
-    assert not starts_in_reasoning("<think>\n\n</think>\n\n")
-
-
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if "unknown tool" in TABLES.get(name, {})])
 def test_calls_of_unknown_tools_are_calls_if_every_name_is_a_tools(name: str) -> None:
     answer, _ = TABLES[name]["unknown tool"]
-    parts = read_parts(create_parser(name, tools=AnyTools(TOOLS)), answer)
+    parts = read_parts(FORMATS[name].parser(AnyTools(TOOLS)), answer)
     assert [part.name for part in parts if isinstance(part, Call)][-1] == "rm"
-    spaced = read_parts(create_parser(name, tools=AnyTools(TOOLS)), answer.replace("rm", "r m"))
+    spaced = read_parts(FORMATS[name].parser(AnyTools(TOOLS)), answer.replace("rm", "r m"))
     assert not any(isinstance(part, Call) and " " in part.name for part in spaced)
 
 
@@ -99,21 +86,21 @@ def test_an_answer_may_begin_in_the_prompt() -> None:
 
 
 def test_special_tokens_that_must_be_fed() -> None:
-    assert create_parser("mistral", tools={}).markers == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
-    assert create_parser("llama3_json", tools={}).markers == {"<|python_tag|>"}
-    assert create_parser("plain", tools={}).markers == frozenset()
-    assert ReasoningParser(create_parser("plain", tools={})).markers == {"<think>", "</think>"}
+    assert FORMATS["mistral"].parser({}).markers == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
+    assert FORMATS["llama3_json"].parser({}).markers == {"<|python_tag|>"}
+    assert FORMATS["plain"].parser({}).markers == frozenset()
+    assert ReasoningParser(FORMATS["plain"].parser({})).markers == {"<think>", "</think>"}
 
 
 def test_names_have_a_maximum_length() -> None:
     longest = "x" * MAX_NAME
-    parser = create_parser("json", tools={longest: {}, longest + "x": {}})
+    parser = FORMATS["json"].parser({longest: {}, longest + "x": {}})
     assert parser.feed(f'{{"name": "{longest}"') == [Event(Kind.CALL, longest)]
-    parser = create_parser("json", tools={longest: {}, longest + "x": {}})
+    parser = FORMATS["json"].parser({longest: {}, longest + "x": {}})
     assert parser.feed(f'{{"name": "{longest}x') == [Event(Kind.TEXT, f'{{"name": "{longest}x')]
 
 
 def test_held_back_arguments_have_a_maximum_length() -> None:
-    parser = create_parser("json", tools={"f": {}})
+    parser = FORMATS["json"].parser({"f": {}})
     started = '{"arguments": {"a": "' + "x" * MAX_HELD
     assert parser.feed(started) == [Event(Kind.TEXT, started)]

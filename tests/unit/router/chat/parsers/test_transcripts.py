@@ -8,13 +8,13 @@ from model_answers import TABLES
 from parser_events import Part, read_parts
 
 from text_generation_router.chat.events import OutputParser
-from text_generation_router.chat.parsers import create_parser
+from text_generation_router.chat.parsers import FORMATS
 from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
 
 
 def new_parser(kind: str) -> OutputParser:
     name, _, reasoning = kind.partition("+")
-    parser = create_parser(name, tools=TOOLS)
+    parser = FORMATS[name].parser(TOOLS)
     start, end = ("[THINK]", "[/THINK]") if name == "mistral" else (THINK, END_THINK)
     return ReasoningParser(parser, start=start, end=end, starts_inside=reasoning == "inside") if reasoning else parser
 
