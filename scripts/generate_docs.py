@@ -60,7 +60,7 @@ A process that was killed by a signal has the exit code that the operating syste
 
 
 def flags_page() -> str:
-    """Return the text of docs/flags.md. Raises ValueError if a setting has no topic."""
+    """Return the text of docs/flags.md."""
     parts = [INTRODUCTION]
     parts += [_table(topic.value, options.values()) for topic, options in options_by_topic(LauncherConfig).items()]
     for topic, config in ((Topic.ROUTER, RouterConfig), (Topic.SHARD, ShardConfig)):

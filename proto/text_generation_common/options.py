@@ -58,15 +58,11 @@ class Option:
 
 
 def options_by_topic(config: type[ProcessConfig]) -> "dict[Topic, dict[str, Option]]":
-    """Return the options of a command by topic and name. Raises ValueError for a setting with no topic, or with two."""
+    """Return the options of a command by topic and name."""
     names: dict[Topic, dict[str, None]] = {topic: {} for topic in Topic}
     for base in config.__mro__:
         for topic, listed in vars(base).get("topics", {}).items():
             names[topic] |= dict.fromkeys(name for name in listed.split() if name in config.model_fields)
-    found = [name for listed in names.values() for name in listed]
-    if sorted(found) != sorted(config.model_fields):
-        wrong = {name for name in {*found, *config.model_fields} if found.count(name) != 1}
-        raise ValueError(f"settings with no topic, or with two: {', '.join(sorted(wrong))}")
     schemas = config.model_json_schema()["properties"]
     return {
         topic: {name: Option.of(config, name, schemas[name]) for name in listed}
