@@ -122,11 +122,6 @@ class WorkerQueue:
         self._held: Counter[_Account] = Counter()
         """Workers by tenant."""
 
-    @property
-    def waiting(self) -> int:
-        """The number of claims that wait."""
-        return sum(map(len, self._lines.values()))
-
     async def take(self, tenant: TenantId, characters: int) -> Claim:
         """Wait for a worker; the caller must give the claim back. Raises Overloaded, CannotKeepUp."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

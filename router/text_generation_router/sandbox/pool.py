@@ -132,16 +132,6 @@ class Sandbox:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @property
-    def pids(self) -> frozenset[int]:
-        """The process ids of the ready workers."""
-        return frozenset(worker.process.pid for worker in self._ready)
-
-    @property
-    def waiting(self) -> int:
-        """The number of calls that wait for a worker."""
-        return self._turns.waiting + len(self._waiting)
-
     async def call(self, payload: bytes, tenant: TenantId = DEFAULT_TENANT) -> bytes:
         """Do one job when it is this tenant's turn. Raises SandboxError; Overloaded, CannotKeepUp.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sandbox_state import waiting_claims
 
 from text_generation_router import admission_queue
 from text_generation_router.admission_queue import (
@@ -77,7 +78,7 @@ async def test_a_worker_is_kept_for_those_who_come_later(
             queue.give_back(await queue.take(QUIET, MIN_CHARACTERS))
         for task in taken:
             queue.give_back(await task)
-    assert queue.waiting == 0
+    assert waiting_claims(queue) == 0
 
 
 async def test_what_waits_is_bounded_in_all_and_by_tenant() -> None:
@@ -107,7 +108,7 @@ async def test_what_waits_is_bounded_in_all_and_by_tenant() -> None:
         for task in waiting:
             task.cancel()
     queue.give_back(running)
-    assert (stage.waiting, queue.waiting) == (0, 0)
+    assert (stage.waiting, waiting_claims(queue)) == (0, 0)
 
 
 async def test_a_wait_that_is_too_long_is_the_servers_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ async def test_a_wait_that_is_too_long_is_the_servers_failure(monkeypatch: pytes
     running = await queue.take(NOISY, 1)
     with pytest.raises(CannotKeepUp):
         await queue.take(QUIET, 1)
-    assert (stage.waiting, queue.waiting) == (0, 0)
+    assert (stage.waiting, waiting_claims(queue)) == (0, 0)
     queue.give_back(running)
     queue.give_back(await queue.take(QUIET, 1))
 

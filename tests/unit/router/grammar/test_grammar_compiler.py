@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from sandbox_state import pids, waiting_calls
 
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import CannotKeepUp, InvalidRequest, Unhealthy
@@ -73,7 +74,7 @@ async def test_equal_grammars_are_compiled_once(sandbox: Sandbox) -> None:
         for _ in range(500):
             tasks.create_task(compiler.prove(GOOD))
         await asyncio.sleep(0)
-        assert sandbox.waiting == 0
+        assert waiting_calls(sandbox) == 0
 
 
 async def test_the_first_of_equal_requests_may_be_cancelled(sandbox: Sandbox) -> None:
@@ -114,7 +115,7 @@ async def test_a_compile_that_takes_too_long_is_refused(demo_model: Path) -> Non
 
 async def test_a_worker_without_cpu_time_is_no_verdict(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(sandbox)
-    [pid] = sandbox.pids
+    [pid] = pids(sandbox)
     os.kill(pid, signal.SIGSTOP)
     with monkeypatch.context() as patch, pytest.raises(CannotKeepUp):
         patch.setattr(pool, "WALL_TIMES", 0)

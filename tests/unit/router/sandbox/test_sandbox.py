@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from sandbox_state import pids, waiting_calls
 from structlog.testing import capture_logs
 
 from text_generation_router.request import TenantId
@@ -114,10 +115,10 @@ def test_a_job_is_created_from_its_config_and_gets_payloads_larger_than_any_sock
 )
 async def test_an_error_of_a_job_leaves_the_worker_running(job: str, error: type[SandboxError], message: str) -> None:
     async with a_sandbox() as sandbox:
-        before = sandbox.pids
+        before = pids(sandbox)
         with pytest.raises(error, match=message):
             await sandbox.call(job.encode())
-        assert {int(await sandbox.call(b"pid"))} == sandbox.pids == before
+        assert {int(await sandbox.call(b"pid"))} == pids(sandbox) == before
 
 
 @pytest.mark.parametrize(
@@ -133,13 +134,13 @@ async def test_a_job_that_takes_too_much_or_crashes_costs_its_worker(
     job: str, error: type[SandboxError], message: str
 ) -> None:
     async with a_sandbox(timeout_s=SHORT_TIMEOUT_S if job == "spin" else LONG_TIMEOUT_S) as sandbox:
-        [before] = sandbox.pids
+        [before] = pids(sandbox)
         with pytest.raises(error, match=message):
             await sandbox.call(job.encode())
         await until_gone(before)
         after = int(await sandbox.call(b"pid"))
         assert after != before
-        assert sandbox.pids == {after}
+        assert pids(sandbox) == {after}
 
 
 async def test_a_worker_has_no_secrets_no_output_a_low_priority_and_ignores_signals(
@@ -147,7 +148,7 @@ async def test_a_worker_has_no_secrets_no_output_a_low_priority_and_ignores_sign
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     async with a_sandbox() as sandbox:
-        [pid] = sandbox.pids
+        [pid] = pids(sandbox)
         assert b"HF_TOKEN" not in await sandbox.call(b"environment")
         assert psutil.Process(pid).nice() >= min(19, os.nice(0) + 5)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -182,7 +183,7 @@ async def test_a_job_can_open_nothing_start_nothing_and_reach_no_process(tmp_pat
 
 async def test_a_worker_has_no_privileges_and_lower_limits_than_its_router() -> None:
     async with a_sandbox() as sandbox:
-        [pid] = sandbox.pids
+        [pid] = pids(sandbox)
         status = dict(line.split(":\t", 1) for line in await read(f"/proc/{pid}/status"))
         assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
         assert int(status["CapEff"], 16) == 0
@@ -214,9 +215,9 @@ async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> N
 async def test_a_job_whose_worker_was_killed_is_done_by_another(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     async with a_sandbox(pipe=pipe) as sandbox, asyncio.TaskGroup() as tasks:
-        [before] = sandbox.pids
+        [before] = pids(sandbox)
         job = tasks.create_task(sandbox.call(b"wait"))
-        await until(lambda: psutil.Process(before).status() == psutil.STATUS_SLEEPING and not sandbox.waiting)
+        await until(lambda: psutil.Process(before).status() == psutil.STATUS_SLEEPING and not waiting_calls(sandbox))
         os.kill(before, signal.SIGKILL)
         await until_gone(before)
         await asyncio.to_thread(pipe.write_text, "done all the same")
@@ -227,7 +228,7 @@ async def test_a_tenant_whose_jobs_cost_workers_leaves_one_to_others(tmp_path: P
     async with a_sandbox(workers=2, timeout_s=SHORT_TIMEOUT_S) as sandbox, asyncio.TaskGroup() as tasks:
         await sandbox.call(b"pid", TenantId("quiet"))
         noisy = [tasks.create_task(suppressed(sandbox.call(b"spin", TenantId("noisy")))) for _ in range(6)]
-        await until(lambda: sandbox.waiting == 5)
+        await until(lambda: waiting_calls(sandbox) == 5)
         first = int(await sandbox.call(b"pid", TenantId("quiet")))
         await until(lambda: noisy[1].done())
         assert int(await sandbox.call(b"pid", TenantId("quiet"))) == first
@@ -243,7 +244,7 @@ async def suppressed(job: Coroutine[Any, Any, bytes]) -> None:
 
 async def test_an_idle_worker_that_dies_is_replaced() -> None:
     async with a_sandbox() as sandbox:
-        [before] = sandbox.pids
+        [before] = pids(sandbox)
         os.kill(before, signal.SIGKILL)
         await until_gone(before)
         assert int(await sandbox.call(b"pid")) != before
@@ -254,15 +255,15 @@ async def test_a_waiting_call_that_is_cancelled_is_dropped(tmp_path: Path) -> No
     async with a_sandbox(pipe=pipe) as sandbox, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(sandbox.call(b"wait"))
         cancelled = tasks.create_task(sandbox.call(b"fail of a cancelled call"))
-        await until(lambda: sandbox.waiting == 1)
+        await until(lambda: waiting_calls(sandbox) == 1)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert sandbox.waiting == 0
+        assert waiting_calls(sandbox) == 0
         following = tasks.create_task(sandbox.call(b"pid"))
         await asyncio.to_thread(pipe.write_text, "done")
         assert await running == b"done"
-        assert int(await following) in sandbox.pids
+        assert int(await following) in pids(sandbox)
 
 
 async def test_the_result_of_a_cancelled_call_reaches_no_other_caller(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ async def test_the_result_of_a_cancelled_call_reaches_no_other_caller(tmp_path: 
         cancelled.cancel()
         following = tasks.create_task(sandbox.call(b"pid"))
         await writing
-        assert int(await following) in sandbox.pids
+        assert int(await following) in pids(sandbox)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ async def test_a_worker_that_is_killed_while_it_starts_is_started_once_more(tmp_
     file = tmp_path / "file"
     file.touch()
     async with a_sandbox("dies", {"file": str(file), "once": True}) as sandbox:
-        assert int(await sandbox.call(b"pid")) in sandbox.pids
+        assert int(await sandbox.call(b"pid")) in pids(sandbox)
     file.touch()
     with pytest.raises(SandboxError, match="the worker died of SIGKILL"):
         await a_sandbox("dies", {"file": str(file), "once": False}).__aenter__()
@@ -317,14 +318,14 @@ async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp
         with pytest.raises(SandboxError, match="the file is gone"):
             await sandbox.call(b"pid")
         file.touch()
-        await until(lambda: bool(sandbox.pids))
-        assert int(await sandbox.call(b"pid")) in sandbox.pids
+        await until(lambda: bool(pids(sandbox)))
+        assert int(await sandbox.call(b"pid")) in pids(sandbox)
 
 
 async def test_closing_ends_everything(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     async with a_sandbox(pipe=pipe) as sandbox:
-        [pid] = sandbox.pids
+        [pid] = pids(sandbox)
 
         async def refused(payload: str) -> bool:
             with pytest.raises(SandboxError, match="the sandbox is closed"):
@@ -353,7 +354,7 @@ def test_a_worker_dies_with_its_router_in_the_middle_of_a_job() -> None:
             await sandbox.__aenter__()
             await sandbox.ready()
             sandbox.call(b"spin").send(None)
-            print(*sandbox.pids, flush=True)
+            print(*(worker.process.pid for worker in sandbox._ready), flush=True)
             sys.stdin.read()
 
         asyncio.run(main())
