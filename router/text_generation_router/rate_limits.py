@@ -67,9 +67,6 @@ class RateLimits:
     """By key, unit and limit."""
     _prune_at: int = MIN_PRUNED
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     async def start_request(self, rates: Rates) -> None:
         now = self.clock()
         requests = self._bucket(rates.key, "requests", rates.requests_per_minute, now)

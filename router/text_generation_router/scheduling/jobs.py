@@ -29,9 +29,6 @@ class PrefixJobs:
         self._prompts: OrderedDict[_Key, tuple[int, int, str]] = OrderedDict()
         """The bytes of the prompt, the checksum of those after its stretches, and the job."""
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
     def name(self, sequence: ScheduledSequence) -> str:
         """Return the name of the job of a new sequence; "" for a short prompt."""
         prompt, tenant, salt = memoryview(sequence.prompt_key), sequence.request.qos.tenant, sequence.salt

@@ -52,9 +52,6 @@ class Delivery(ABC, Generic[Receiver]):
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._receivers
 
-    def __len__(self) -> int:
-        return len(self._receivers)
-
     def add(self, request_id: RequestId, receiver: Receiver, *, scored: bool = False) -> None:
         """Deliver to `receiver` from now on; `scored`: with the log-probabilities of tokens."""
         self._receivers[request_id] = receiver

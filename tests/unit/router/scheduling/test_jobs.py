@@ -53,7 +53,7 @@ def test_the_prompts_that_are_remembered_are_bounded() -> None:
     rest = words(1, 1023)
     for number in range(MAX_PROMPTS + 10):
         prompts.job((number, *rest))
-    assert len(prompts.jobs) == MAX_PROMPTS
+    assert len(prompts.jobs._prompts) == MAX_PROMPTS
 
 
 def test_a_user_with_one_agent_is_served_beside_one_with_many() -> None:

@@ -195,6 +195,7 @@ async def test_each_worker_gets_the_columns_of_its_requests(
     known = [event for each in wanted for event in each.events if isinstance(event[0], int) and event[1] != b"null"]
     assert len(known) == (total if scored and asks >= 0 else 0)  # they may be for audits alone
     live = sum(reason is None for _, _, reason in shares)
-    assert live == len(delivery) == len(direct) == sum(worker.cluster.live_requests for worker in workers)
+    assert live == len(delivery._receivers) == len(direct._receivers)
+    assert live == sum(worker.cluster.live_requests for worker in workers)
     for worker in workers:
         worker.link.close()

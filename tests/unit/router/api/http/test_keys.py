@@ -161,6 +161,6 @@ async def test_full_buckets_are_forgotten_and_others_are_kept() -> None:
     for number in range(3 * MIN_PRUNED):
         now += 0.005
         limits.spend_tokens(Rates(f"key {number}", None, 600), 1)  # full again after a tenth of a second
-        assert len(limits) <= MIN_PRUNED
+        assert len(limits._buckets) <= MIN_PRUNED
     with pytest.raises(RateLimited):
         await limits.start_request(Rates("spent", 1, None))
