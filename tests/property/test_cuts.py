@@ -39,7 +39,7 @@ ADDED = [
 ]
 WORDS = [
     "a", "the", "I'm", "Hello", "world", "1", "12", "1234567", "née", "words", "two", "sop", "alone", "taken", "<mask>",
-    "<|im_end|>", "two words",
+    "<|im_end|>", "two words", "\u09b9\u09df, ",
 ]  # fmt: skip
 TRAINED = [
     *CORPUS.values(),
@@ -190,6 +190,7 @@ def in_pieces(ours: text.Tokenizer, whole: str) -> tuple[int, list[int], list[tu
 @example(parts=["words; "] * 20)
 @example(parts=["the bold face "] * 20)
 @example(parts=["a=\u0338 "] * 30)
+@example(parts=["\u09b9\u09df, "] * 20)
 @given(parts=st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=60))
 def test_pieces_have_the_tokens_of_the_whole_text(kind: str, parts: list[str]) -> None:
     tokenizer, ours = made(kind)

@@ -82,7 +82,9 @@ class Cuts:
         """Return True if no token crosses a place that the expression found."""
         left, both = self._normalized(text[at - NEAR : at]), self._normalized(text[at - NEAR : at + NEAR])
         pair = both[len(left) - 1 : len(left) + 1].replace("▁", " ")
-        return both.startswith(left) and pair[1:] in self._separators and pair not in self._crossed
+        # The normalizer may turn a letter into one with a mark after it, and a number into "(1)".
+        is_word = pair[:1].isalpha() or pair[:1].isdecimal()
+        return both.startswith(left) and is_word and pair[1:] in self._separators and pair not in self._crossed
 
     def _is_neutral(self, mark: str) -> bool:
         """Return True if texts with a cut before `mark` have the same tokens as whole."""
