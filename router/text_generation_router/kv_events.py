@@ -105,6 +105,8 @@ class KvEventsPublisher:
         self._publish, self._replay = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
         self._publish.set_hwm(config.hwm)
         self._replay.set_hwm(config.buffer_steps + 1)  # a ROUTER drops messages above it: a replay would have gaps
+        for socket, endpoint in ((self._publish, config.endpoint), (self._replay, config.replay_endpoint or "")):
+            socket.setsockopt(zmq.IPV6, "*" in endpoint or "::" in endpoint)  # by default there is IPv4 alone
         try:
             # One that names no interface is a subscriber's, as in vLLM.
             own = "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith("ipc:")

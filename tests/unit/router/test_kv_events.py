@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from socket import has_dualstack_ipv6
 
 import msgspec
 import pytest
@@ -150,6 +151,12 @@ def test_the_trees_follow_from_the_events(tmp_path: Path) -> None:
     assert subscriber.next > 100
     assert subscriber.live > 50
     assert all(subscriber.blocks.values())
+
+
+@pytest.mark.skipif(not has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_is_bound() -> None:
+    publisher = KvEventsPublisher(KvEventsConfig(endpoint="tcp://[::1]:*", replay_endpoint="tcp://[::1]:*"))
+    publisher.context.destroy(linger=0)
 
 
 def test_bad_settings_are_refused() -> None:
