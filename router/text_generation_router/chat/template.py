@@ -154,8 +154,11 @@ class TemplateRenderer:
         if key not in self._short_chats and len(key) <= MAX_KEY_BYTES:
             short = replace(conversation, messages=[*system, QUESTION, *first_call], continue_final_message=False)
             ending = None
-            with suppress(TemplateError):
+            try:
                 ending = await self._compared(short, await self.render(short, tenant), turn, tenant)
+            except TemplateError as error:
+                if isinstance(error.__cause__, (SandboxTimeout, SandboxOutOfMemory)):
+                    return None  # due to its system message or its tools, which others do not have
             if len(self._short_chats) == MAX_SHORT_CHATS:
                 self._short_chats.clear()
             self._short_chats[key] = ending

@@ -178,3 +178,12 @@ async def test_a_further_question_drops_the_reasoning_before_a_call() -> None:
 async def test_of_a_template_that_refuses_a_short_conversation_no_ending_is_known() -> None:
     async with a_renderer("{{ raise_exception('no') if messages | length < 2 else messages[1].content }}") as renderer:
         assert await renderer.unrepeated_endings(says("Hello"), "", DEFAULT_TENANT) == set()
+
+
+async def test_a_chat_that_takes_too_long_leaves_the_ending_of_others_known() -> None:
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = "{% if messages[0].content == 'slow' %}" + loop + "{% endif %}{{ '<think>' if messages | length == 2 }}"
+    async with a_renderer(template, timeout_s=SHORT_TIMEOUT_S) as renderer:
+        for content, endings in (("slow", set[str]()), ("Be brief.", {"<think>"})):
+            chat = replace(says("Hello"), messages=[{"role": "system", "content": content}, *says("Hello").messages])
+            assert await renderer.unrepeated_endings(chat, "<think>", DEFAULT_TENANT) == endings
