@@ -101,7 +101,7 @@ async def join(
             raise CannotJoin(f"the shard at {address} serves something else: {different}")
         pool = await client.warm_up(
             max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
-            max_batch_size=min(limits.max_batch_size or info.max_slots, info.max_slots),
+            max_batch_size=min(limits.max_batch_size, info.max_slots),
             max_batch_total_tokens=limits.max_batch_total_tokens,
         )
     except grpc.aio.AioRpcError as error:
