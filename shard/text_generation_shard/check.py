@@ -45,10 +45,7 @@ def _check_torch(config: ShardCheckConfig) -> dict[str, Any]:
         target = Target(torch.device("cpu" if config.device == "cpu" else "cuda"), config.memory)
     else:
         target = Target.of(config)
-    limits = WarmUpLimits(
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-        max_batch_total_tokens=config.max_batch_total_tokens,
-    )
+    limits = WarmUpLimits.of(config)
     if choice.model is not None:
         native = prepare(config, choice.model, target)
         footprint = native_footprint(config, native, limits)

@@ -18,6 +18,7 @@ from tiny_checkpoint import CONFIG, random_tensors
 
 from text_generation_launcher.config import size_in_bytes
 from text_generation_launcher.download import write_header
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.check import check
 from text_generation_shard.config import ShardCheckConfig, ShardConfig
 from text_generation_shard.engine import EngineError
@@ -153,6 +154,18 @@ def test_transformers_and_native_code_take_the_same_memory(tmp_path: Path) -> No
         assert each["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16 * 4
     fp8 = check(ShardCheckConfig(**settings, kv_cache_dtype="fp8_e5m2"))
     assert fp8["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16
+
+
+@pytest.mark.parametrize("sequences", [0, 16])
+def test_groups_are_those_of_a_warm_up_with_the_same_limits(tmp_path: Path, sequences: int) -> None:
+    save_file(random_tensors(), tmp_path / "model.safetensors")
+    config = CONFIG | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 20}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    settings = {"engine": "torch", "model_path": str(tmp_path), "device": "cpu", "max_batch_size": sequences}
+    found = check(ShardCheckConfig(**settings, max_batch_prefill_tokens=32, max_batch_total_tokens=1024))
+    warm = build_engine(ShardConfig(**settings)).warm_up(WarmUpLimits(32, sequences, 1024))
+    assert [each["blocks"] for each in found["cache_groups"]] == [each.num_blocks for each in warm]
+    assert warm[1].num_blocks == (64 if sequences else 64 * (20 + 64) // 256)
 
 
 def test_sizes_of_memory() -> None:
