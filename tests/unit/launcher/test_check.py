@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from byte_tokenizer import write_tokenizer
+from model_families import FAMILIES, random_model, tiny_config, write_model
 from safetensors.torch import save_file
 from tiny_checkpoint import CONFIG, random_tensors
 
@@ -154,6 +155,14 @@ def test_transformers_and_native_code_take_the_same_memory(tmp_path: Path) -> No
         assert each["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16 * 4
     fp8 = check(ShardCheckConfig(**settings, kv_cache_dtype="fp8_e5m2"))
     assert fp8["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16
+
+
+@pytest.mark.parametrize("name", ["llama4_text"])
+def test_the_cache_of_a_mixture_that_transformers_runs_is_known(tmp_path: Path, name: str) -> None:
+    """Its layers are followed on another device than that of new tensors, as on a GPU."""
+    write_model(random_model(tiny_config(name, FAMILIES[name].changes)), tmp_path)
+    settings = {"engine": "torch", "model_path": str(tmp_path), "device": "cpu", "model_impl": "transformers"}
+    assert check(ShardCheckConfig(**settings))["memory"]["kv_cache_token"] == 4 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("sequences", [0, 16])

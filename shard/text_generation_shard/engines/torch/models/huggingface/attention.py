@@ -67,7 +67,7 @@ def paged_attention(  # noqa: PLR0913 – the signature is that of transformers'
     handler = _handlers[-1]
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         factors = handler.position_factors(float(module.floor_scale), float(module.attn_scale))  # type: ignore[arg-type]
-        query = query * factors.to(query.dtype).view(1, 1, -1, 1)
+        query = query * factors.to(query).view(1, 1, -1, 1)
     return handler.attend(query[0], key[0], value[0], rules, limits).unsqueeze(0), None
 
 
