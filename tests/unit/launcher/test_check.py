@@ -157,9 +157,9 @@ def test_transformers_and_native_code_take_the_same_memory(tmp_path: Path) -> No
     assert fp8["memory"]["kv_cache_token"] == 2 * 2 * 2 * 16
 
 
-@pytest.mark.parametrize("name", ["llama4_text"])
+@pytest.mark.parametrize("name", ["olmoe", "llama4_text"])
 def test_the_cache_of_a_mixture_that_transformers_runs_is_known(tmp_path: Path, name: str) -> None:
-    """Its layers are followed on another device than that of new tensors, as on a GPU."""
+    """Its layers are followed on another device than that of new tensors, as on a GPU, and in float32."""
     write_model(random_model(tiny_config(name, FAMILIES[name].changes)), tmp_path)
     settings = {"engine": "torch", "model_path": str(tmp_path), "device": "cpu", "model_impl": "transformers"}
     assert check(ShardCheckConfig(**settings))["memory"]["kv_cache_token"] == 4 * 2 * 2 * 16 * 4

@@ -113,6 +113,8 @@ def transformers_footprint(
     model = TransformersModel(load_model(dummy, prepared.model, group, META, prepared.dtype))
     nbytes = sum({id(each): each.nbytes for each in model.library.parameters()}.values())
     hidden_size = model.library.get_input_embeddings().weight.shape[1]
+    # The library's grouped product of experts takes no other dtype than bfloat16 without a device.
+    model.library.set_experts_implementation("batched_mm")
     try:
         model.record()
     except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
