@@ -280,6 +280,7 @@ Else the log says why (`the layers run in transformers`), and the library's laye
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
 * Layers with a state bound the number of sequences as in the native decoder. Decode steps have no CUDA graph with them, and
   prompts are computed one after the other.
+* On a GPU, sequences end with the first chunk of attention by chunks (Llama 4: 8,192 tokens).
 * Of a model of several modalities the text part is served, of [some](#images) with images. Where transformers has no class for it alone
   (MiniMax-M3), the class of the whole model is used without its other parts: tensors are converted and logits scaled and capped as
   there. Where it has one, logits are scaled and capped as in that class, by the config of the text part: the whole

@@ -163,6 +163,8 @@ def test_the_cache_of_a_mixture_that_transformers_runs_is_known(tmp_path: Path, 
     write_model(random_model(tiny_config(name, FAMILIES[name].changes)), tmp_path)
     settings = {"engine": "torch", "model_path": str(tmp_path), "device": "cpu", "model_impl": "transformers"}
     assert check(ShardCheckConfig(**settings))["memory"]["kv_cache_token"] == 4 * 2 * 2 * 16 * 4
+    on_gpu = check(ShardCheckConfig(**settings | {"device": "auto"}, memory=80 << 30))
+    assert on_gpu["max_sequence_length"] == (24 if name == "llama4_text" else 256), "kernels know no chunks"
 
 
 @pytest.mark.parametrize("sequences", [0, 16])

@@ -103,6 +103,7 @@ def transformers_footprint(
     config: ShardConfig, prepared: "Prepared[TransformersConfig]", limits: WarmUpLimits
 ) -> Footprint:
     """Return the memory of a model that transformers runs. The tensors of its checkpoint are compared when it is loaded."""
+    from text_generation_shard.engines.torch.build.transformers import bounded_by_chunk
     from text_generation_shard.engines.torch.models.huggingface.load import load_model
     from text_generation_shard.engines.torch.models.huggingface.model import TransformersModel
 
@@ -119,6 +120,8 @@ def transformers_footprint(
         model.record()
     except EngineError:  # the values of tensors decide on its path: it cannot be followed without them
         return _footprint(config, prepared, limits, nbytes, (), 0, hidden_size, state_bytes=0)
+    if prepared.target.device.type != "cpu":
+        prepared = replace(prepared, info=bounded_by_chunk(prepared.info, model))
     sizes, states = (len(model.layers), hidden_size), model.states.block_bytes
     return _footprint(config, prepared, limits, nbytes, model.layers, *sizes, state_bytes=states)
 

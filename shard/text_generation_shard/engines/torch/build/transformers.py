@@ -60,7 +60,7 @@ def build_transformers_engine(config: ShardConfig) -> Engine:
     _check_with_and_without_decoder(model, check)
     model.record()
     if not on_cpu:
-        builder.info = _bounded_by_chunk(info, model)
+        builder.info = bounded_by_chunk(info, model)
     return builder.engine(runner(fp8=fp8))
 
 
@@ -99,7 +99,7 @@ def _check_with_and_without_decoder(model: TransformersModel, check: Callable[[]
     check()
 
 
-def _bounded_by_chunk(info: EngineInfo, model: TransformersModel) -> EngineInfo:
+def bounded_by_chunk(info: EngineInfo, model: TransformersModel) -> EngineInfo:
     """Return the description of an engine whose kernels do not divide positions into chunks."""
     chunks = [layer.chunk for layer in model.layers if layer.chunk is not None]
     if not chunks or min(chunks) >= info.max_sequence_length:
