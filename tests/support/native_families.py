@@ -300,7 +300,9 @@ def native_configs(
             **shape | latent_experts, topk_method="group_limited_greedy", n_group=3, topk_group=2, rope_parameters=yarn
         ),
         "deepseek_v2, lite": transformers.DeepseekV2Config(
-            **shape | latent_experts | {"q_lora_rank": None}, routed_scaling_factor=1.5
+            **shape | latent_experts | {"q_lora_rank": None},
+            routed_scaling_factor=1.5,
+            rope_parameters=yarn | {"rope_type": "linear"},
         ),
         "glm4_moe_lite": transformers.Glm4MoeLiteConfig(
             **shape | {key: value for key, value in latent_experts.items() if key != "first_k_dense_replace"},

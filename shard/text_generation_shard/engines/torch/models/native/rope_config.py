@@ -75,6 +75,7 @@ def _read_rope(
         raise raw.unsupported(f"partial_rotary_factor {partial:g} is not supported")
     common: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": family.interleaved_rotary}
     common["axes"] = _axes(raw, family, given)
+    common["mscale_all_dim"] = _optional(inner, "mscale_all_dim") or 0.0
     if kind == "default":
         return Rope(kind, **common)
     if kind == "linear":
@@ -109,7 +110,6 @@ def _read_rope(
         beta_slow=number("beta_slow", 1.0),
         attention_factor=_optional(inner, "attention_factor"),
         mscale=_optional(inner, "mscale") or 0.0,
-        mscale_all_dim=_optional(inner, "mscale_all_dim") or 0.0,
         truncate=inner.flag("truncate", default=True),
         query_beta=_optional(inner, "llama_4_scaling_beta") or 0.0,
     )
