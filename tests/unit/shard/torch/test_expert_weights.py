@@ -138,6 +138,7 @@ def test_a_checkpoint_without_an_expert_is_refused(tmp_path: Path) -> None:
     [
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
         ({"num_local_experts": 1 << 20}, "num_local_experts is 1048576, not a whole number from 1 to 4096"),
+        ({"mlp_layer_types": [{}]}, "mlp_layer_types must name 1 layers, each dense or sparse"),
         ({"mlp_only_layers": "all"}, "mlp_only_layers is not a list of layers"),
     ],
 )

@@ -180,7 +180,7 @@ def _layers(raw: JsonObject, family: ExpertFamily, num_layers: int) -> tuple[boo
         return tuple(kind == family.layer_type for kind in raw.get("layer_types"))
     kinds = raw.get("mlp_layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        if not isinstance(kinds, list) or not kinds.count("dense") + kinds.count("sparse") == len(kinds) == num_layers:
             raise raw.error(f"mlp_layer_types must name {num_layers} layers, each dense or sparse")
         return tuple(kind == "sparse" for kind in kinds)
     if family.dense_layers is not None:
