@@ -26,6 +26,7 @@ from structlog.testing import capture_logs
 from text_generation_common.heartbeat import HANG_TIMEOUT_S
 from text_generation_common.shard_access import ShardAccess
 from text_generation_common.sockets import remove_socket
+from text_generation_proto.cache_groups import CacheGroup
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.dashboard.events import EventLog
 from text_generation_router.discovery.source import StaticSource
@@ -41,6 +42,7 @@ from text_generation_router.shards.first_join import join_all
 from text_generation_router.shards.join import join
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import StepResult
+from text_generation_shard.engines.echo import MAX_SLOTS, EchoEngine
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -224,6 +226,22 @@ async def test_a_stop_at_the_moment_of_a_loss_ends_the_cluster(tmp_path: Path) -
             await cluster.opened()
             cluster.submit(Request(RequestId(1), (1, 2, 3), 5), Listener())
     assert serving.cancelled()
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0, 0), (64, 64), (MAX_SLOTS + 1, MAX_SLOTS)])
+async def test_a_shard_is_told_a_limit_of_sequences_only_if_there_is_one(tmp_path: Path, asked: int, told: int) -> None:
+    """Without one it divides its memory for long sequences."""
+    seen: list[WarmUpLimits] = []
+
+    class Recording(EchoEngine):
+        def warm_up(self, limits: WarmUpLimits) -> tuple[CacheGroup, ...]:
+            seen.append(limits)
+            return super().warm_up(limits)
+
+    address = f"unix://{tmp_path}/shard"
+    async with serve_engine(Recording.build(ShardConfig(engine="echo")), address) as shard:
+        await join(shard.client, WarmUpLimits(max_batch_size=asked), address, timeout=20)
+    assert [each.max_batch_size for each in seen] == [told]
 
 
 DYING = """

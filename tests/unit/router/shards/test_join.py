@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from unittest.mock import AsyncMock
-
-import pytest
-
 from text_generation_proto.description import difference
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import GrammarKind, WarmUpLimits
-from text_generation_router.shards.join import ReplicaInfo, join, merge_capabilities
+from text_generation_proto.values import GrammarKind
+from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 
 
 def a_shard(engine: str = "tensorrt-llm", **unsupported: str) -> ReplicaInfo:
@@ -53,12 +48,3 @@ def test_unknown_grammar_kinds_are_ignored() -> None:
         GrammarKind.REGEX,
         GrammarKind.JSON_SCHEMA,
     }
-
-
-@pytest.mark.parametrize(("asked", "sent"), [(0, 0), (64, 64), (300, 256)])
-def test_a_shard_is_told_the_limit_of_sequences_only_if_there_is_one(asked: int, sent: int) -> None:
-    """Without, it divides its memory for long sequences."""
-    client = AsyncMock()
-    client.info.return_value = pb.InfoResponse(max_slots=256)
-    asyncio.run(join(client, WarmUpLimits(max_batch_size=asked), "unix:///shard", timeout=1))
-    assert client.warm_up.await_args.kwargs["max_batch_size"] == sent
