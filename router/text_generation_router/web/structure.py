@@ -19,7 +19,7 @@ MAX_DEPTH = 128
 """Levels of objects and arrays; the limit of serde_json, which TGI uses."""
 
 _CHUNK = 1 << 18
-"""Bytes that are searched for strings at once, without giving up the interpreter's lock."""
+"""Bytes that are searched at once, without giving up the interpreter's lock."""
 _OTHER = bytes(set(range(256)) - set(b'"[]{},'))
 _STEPS = [0] * 256
 for _opening, _closing in (b"[]", b"{}"):
@@ -33,9 +33,9 @@ def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     has too many of them, strings included, or if its value is large, and may nest too deep. If a key comes twice in an object, the
     first value is not kept, and may nest deeper.
     """
-    containers = text.count(b"[") + text.count(b"{")
+    containers = _count(text, b"[{")
     # A text has at most as many commas as bytes. To count them takes twice as long as to parse a chat.
-    values = containers + text.count(b",") if len(text) > MAX_VALUES else containers
+    values = containers + _count(text, b",") if len(text) > MAX_VALUES else containers
     if containers > MAX_CONTAINERS or values > MAX_VALUES:
         _search(text)
         return orjson.loads(text)
@@ -47,6 +47,10 @@ def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     if containers > MAX_DEPTH and _may_be_deep(value):
         _search(text)
     return value
+
+
+def _count(text: bytes | bytearray, characters: bytes) -> int:
+    return sum(text.count(each, at, at + _CHUNK) for at in range(0, len(text), _CHUNK) for each in characters)
 
 
 def _search(text: bytes | bytearray) -> None:
@@ -103,10 +107,13 @@ class JsonTexts:
 
 def _structure(text: bytes | bytearray) -> bytes:
     """Return the brackets and commas of a JSON text that are not inside of its strings, or too many of them."""
-    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    found, in_string = bytearray(), False
-    for start in range(0, len(unescaped), _CHUNK):
-        quoted = unescaped[start : start + _CHUNK].translate(None, _OTHER)
+    found, in_string, at = bytearray(), False, 0
+    while at < len(text):
+        some = text[at : at + _CHUNK]
+        if (len(some) - len(some.rstrip(b"\\"))) % 2:  # the next character is escaped
+            some = text[at : at + _CHUNK + 1]
+        at += len(some)
+        quoted = some.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHER)
         # Most strings are now `""`. The end of one string and the start of the next may be, too: then the two become one,
         # with the same characters inside.
         parts = quoted.replace(b'""', b"").split(b'"')

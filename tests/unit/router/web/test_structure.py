@@ -31,6 +31,12 @@ def test_brackets_in_strings_do_not_count(values: list[object]) -> None:
         load(b"[[]," + some + text[1:])
 
 
+def test_an_escape_may_be_anywhere_in_a_long_text() -> None:
+    """A text is searched in parts of 256 KiB."""
+    for before in range((1 << 18) - 8, 1 << 18):
+        load(b'["' + b"a" * before + rb"\\\"" + b"[" * (MAX_CONTAINERS + 1) + b'"]')
+
+
 def test_values_are_counted_in_a_body_of_any_length() -> None:
     """Strings of all lengths, longer ones than are searched at once, begin and end anywhere."""
     texts = [("[,\\" + '"' * (number % 3)) * (number * 20) for number in range(200)]
