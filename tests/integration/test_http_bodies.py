@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import itertools
 import json
 import re
 import time
@@ -149,6 +150,21 @@ async def test_no_more_of_a_compressed_body_is_decoded_than_is_accepted(stack: S
     assert {post.result() for post in posts} == {413}
     await asyncio.sleep(0.5)  # aiohttp would go on decoding to find the end of the request
     assert time.process_time() - before < 5 * one_s
+
+
+async def test_a_body_may_come_in_parts_of_any_size(stack: Stack) -> None:
+    ids = [300 + number % 3000 for number in range(100_000)]
+    body = io.BytesIO(json.dumps({"ids": ids}).encode())
+
+    async def parts() -> AsyncIterator[bytes]:
+        for size in itertools.cycle((1, 9_000, 100, 70_000, 5, 5)):
+            if not (part := body.read(size)):
+                return
+            yield part
+            await asyncio.sleep(0)
+
+    async with stack.client.post("/detokenize", data=parts(), headers=JSON) as response:
+        assert (await response.json())["text"] == stack.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(("coding", "status"), [("Chunked", 200), ("gzip, chunked", 400), ("identity, chunked", 400)])

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from text_generation_router.errors import NotSupported
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.web.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType, invalid_body
-from text_generation_router.web.body_reader import BODIES, MAX_INLINE, encoding_of
+from text_generation_router.web.body_reader import BODIES, MAX_INLINE, encoding_of, length
 from text_generation_router.web.structure import load
 
 JSON = "application/json"
@@ -72,9 +72,9 @@ async def parse_json(request: web.Request, read: Callable[[Any], T]) -> T:
     if content_type != JSON and not (content_type.startswith("application/") and content_type.endswith("+json")):
         raise UnsupportedMediaType
     encoding = encoding_of(request)
-    raw = await _read(request, encoding)
-    request[LARGE_BODY] = len(raw) > MAX_INLINE
-    body = await beside(request, lambda: read(_loads(raw)))
+    parts = await _read(request, encoding)
+    request[LARGE_BODY] = length(parts) > MAX_INLINE
+    body = await beside(request, lambda: read(_loads(parts)))
     if model := getattr(body, "model", None):
         request[MODEL] = model
     return body
@@ -85,7 +85,9 @@ async def beside(request: web.Request, work: Callable[[], T]) -> T:
     return await run_in_thread_if_large(work, large=request[LARGE_BODY])
 
 
-def _loads(raw: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
+def _loads(parts: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
+    raw = b"".join(parts)
+    parts.clear()
     try:
         # orjson implements RFC 8259 exactly (no NaN, no lone surrogates, bounded nesting); pydantic's parser does not.
         return load(raw)
@@ -157,7 +159,7 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-async def _read(request: web.Request, encoding: str) -> bytes | bytearray:
+async def _read(request: web.Request, encoding: str) -> list[bytes]:
     if (request.content_length or 0) > request.client_max_size:
         raise BodyTooLarge(f"{request.client_max_size} bytes")
     if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:

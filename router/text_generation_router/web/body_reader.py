@@ -41,6 +41,8 @@ MAX_UNFINISHED = 128_000_000
 
 MAX_INLINE = 1 << 16
 """Bytes of a body that is parsed and validated on the event loop: a millisecond."""
+SMALL = 1 << 13
+"""Bytes of a part that is kept with others."""
 MAX_PREPARED = 4
 """Larger bodies that are parsed, rendered and tokenized at a time. One place is kept for the next tenant."""
 HUGE = 2_000_000
@@ -50,6 +52,11 @@ MAX_HUGE = 2
 
 PREPARATION = web.RequestKey("preparation", ExitStack)
 """Held while a request is prepared: closed when it is queued, at the latest when its response begins."""
+
+
+def length(parts: list[bytes]) -> int:
+    """Return the bytes of a body."""
+    return sum(map(len, parts))
 
 
 def encoding_of(request: web.Request) -> str:
@@ -64,12 +71,12 @@ def encoding_of(request: web.Request) -> str:
     return encoding
 
 
-async def decoded(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
+async def decoded(body: bytes, encoding: str, limit: int) -> bytes:
     """Return an encoded body decoded. Raises BodyTooLarge beyond `limit` bytes, InvalidJson if it is broken."""
     return await run_in_thread_if_large(lambda: _inflated(body, encoding, limit), large=True)
 
 
-def _inflated(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
+def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
     if encoding == "gzip":
         window = zlib.MAX_WBITS | 16
     else:  # some clients send the data of `deflate` without its header
@@ -102,43 +109,51 @@ class BodyReader:
         """Bytes of each unfinished body, the least recently active one first."""
         self._total = 0
 
-    async def read(self, request: web.Request, encoding: str) -> bytes | bytearray:
-        """Return the decoded body; if it is large, when it is the tenant's turn to be prepared.
+    async def read(self, request: web.Request, encoding: str) -> list[bytes]:
+        """Return the parts of the decoded body; if it is large, when it is the tenant's turn to be prepared.
 
         Raises BodyTooLarge, BodyTimeout, InvalidJson, InvalidRequest, Overloaded, CannotKeepUp, or RequestPayloadError for
         broken chunks.
         """
-        body = await self._read(request)
+        parts = await self._read(request)
         if encoding != IDENTITY:
-            turn = await self._decoding.take(self._tenant_of(request), len(body))
+            turn = await self._decoding.take(self._tenant_of(request), length(parts))
             try:
-                body = await decoded(body, encoding, self._max_body)
+                parts = [await decoded(b"".join(parts), encoding, self._max_body)]
             finally:
                 self._decoding.give_back(turn)
-        if len(body) > MAX_INLINE:
-            queue = self._huge if len(body) > HUGE else self._prepared
-            turn = await queue.take(self._tenant_of(request), len(body))
+        if (size := length(parts)) > MAX_INLINE:
+            queue = self._huge if size > HUGE else self._prepared
+            turn = await queue.take(self._tenant_of(request), size)
             request[PREPARATION].callback(queue.give_back, turn)
-        return body
+        return parts
 
-    async def _read(self, request: web.Request) -> bytes | bytearray:
+    async def _read(self, request: web.Request) -> list[bytes]:
+        """Return the parts of the body as they came, small ones together: of a body that is refused nothing is copied."""
         content = request.content
         if content.is_eof() and content.total_bytes <= min(MAX_INLINE, self._max_body):  # it came with the headers
-            return content.read_nowait()
-        body = bytearray()
+            return [content.read_nowait()]
+        parts: list[bytes] = []
+        size = 0
+        small = bytearray()
         deadline = asyncio.timeout(self._body_s)
         try:
             async with deadline:
                 while chunk := await request.content.readany():
                     self._received(deadline, len(chunk))
-                    if len(body) + len(chunk) > self._max_body:
+                    size += len(chunk)
+                    if size > self._max_body:
                         raise BodyTooLarge(f"{self._max_body} bytes")
-                    body += chunk
+                    if len(chunk) < SMALL and len(small) < MAX_INLINE:
+                        small += chunk
+                    else:
+                        parts += (bytes(small), chunk) if small else (chunk,)
+                        small = bytearray()
         except TimeoutError:
             raise BodyTimeout from None
         finally:
             self._total -= self._unfinished.pop(deadline, 0)
-        return body
+        return [*parts, bytes(small)]
 
     def _received(self, deadline: asyncio.Timeout, count: int) -> None:
         now = asyncio.get_running_loop().time()
