@@ -26,7 +26,7 @@ for _opening, _closing in (b"[]", b"{}"):
     _STEPS[_opening], _STEPS[_closing] = 1, -1
 
 
-def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
+def load(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
     """Return the value of a JSON text. Raises InvalidJson if it is beyond the limits, and orjson.JSONDecodeError.
 
     To search a text for brackets and commas outside of its strings takes longer than to parse it. So a text is only searched if it
@@ -49,11 +49,11 @@ def load(text: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     return value
 
 
-def _count(text: bytes | bytearray, characters: bytes) -> int:
+def _count(text: bytes, characters: bytes) -> int:
     return sum(text.count(each, at, at + _CHUNK) for at in range(0, len(text), _CHUNK) for each in characters)
 
 
-def _search(text: bytes | bytearray) -> None:
+def _search(text: bytes) -> None:
     """Raise InvalidJson if a text is beyond the limits."""
     try:
         JsonTexts().check(text)
@@ -90,7 +90,7 @@ class JsonTexts:
         except orjson.JSONDecodeError as error:
             raise ValueError(error.msg) from None
 
-    def check(self, text: bytes | bytearray) -> None:
+    def check(self, text: bytes) -> None:
         """Count a text. Raises ValueError if it is beyond the limits."""
         structure = _structure(text)
         containers = structure.count(b"[") + structure.count(b"{")
@@ -105,7 +105,7 @@ class JsonTexts:
         self._containers, self._values = containers, values
 
 
-def _structure(text: bytes | bytearray) -> bytes:
+def _structure(text: bytes) -> bytes:
     """Return the brackets and commas of a JSON text that are not inside of its strings, or too many of them."""
     found, in_string, at = bytearray(), False, 0
     while at < len(text):
