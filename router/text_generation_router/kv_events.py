@@ -106,7 +106,8 @@ class KvEventsPublisher:
         self._publish.set_hwm(config.hwm)
         self._replay.set_hwm(config.buffer_steps + 1)  # a ROUTER drops messages above it: a replay would have gaps
         for socket, endpoint in ((self._publish, config.endpoint), (self._replay, config.replay_endpoint or "")):
-            socket.setsockopt(zmq.IPV6, "*" in endpoint or "::" in endpoint)  # by default there is IPv4 alone
+            # By default there is IPv4 alone.
+            socket.setsockopt(zmq.IPV6, any(sign in endpoint for sign in ("*", "::", "[")))
         try:
             # One that names no interface is a subscriber's, as in vLLM.
             own = "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith("ipc:")
