@@ -194,7 +194,7 @@ class ReferenceKernels:
         x: Tensor,
         weight: Tensor | PackedWeight,
         out: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | None = None,
         *,
         norm: tuple[Tensor | None, float] = (None, 0.0),
         activation: GatedActivation | None = None,

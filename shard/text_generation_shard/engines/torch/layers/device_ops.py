@@ -120,7 +120,7 @@ class DeviceOps(Ops):
         logits = torch.empty(len(x), weight.shape[0], dtype=torch.float32, device=x.device)
         norm = before.weight, before.eps
         # The experts read the normed rows: to norm them in each of their programs takes longer.
-        self._kernels.matvec(residual, weight, logits, router.bias, norm=norm, normed=x)
+        self._kernels.matvec(residual, weight, logits, norm=norm, normed=x)
         ids, weights = self.route(logits[:, : len(gate_up.weight)], routing)
         self._kernels.few_experts(
             x,

@@ -73,7 +73,7 @@ class Experts:
         self._router = DenseLinear(empty(rows, hidden), None, torch.float32)
         has_gate = shared is not None and config.family.shared_gate
         self._shared_gate = DenseLinear(empty(1, hidden), None, torch.float32) if has_gate else None
-        # Added by the choice: cuBLAS would need a kernel of its own for it.
+        # The choice adds it to the logits: after the product it would be a kernel of its own.
         bias = empty(config.count) if biased else None
         choice_bias = torch.zeros(config.count, device=device) if config.family.sigmoid else None
         scale = torch.full((config.count,), config.scale, device=device) if config.scale != 1.0 else None
