@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from text_generation_router.errors import NotSupported
 from text_generation_router.large_inputs import run_in_thread_if_large
 from text_generation_router.web.body_errors import BodyTooLarge, InvalidJson, UnsupportedMediaType, invalid_body
-from text_generation_router.web.body_reader import BODIES, MAX_INLINE, encoding_of, length
+from text_generation_router.web.body_reader import BODIES, MAX_INLINE, Parts, encoding_of, length
 from text_generation_router.web.structure import load
 
 JSON = "application/json"
@@ -85,7 +85,7 @@ async def beside(request: web.Request, work: Callable[[], T]) -> T:
     return await run_in_thread_if_large(work, large=request[LARGE_BODY])
 
 
-def _loads(parts: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
+def _loads(parts: Parts) -> Any:  # noqa: ANN401 - any JSON value
     raw = b"".join(parts)
     parts.clear()
     try:
@@ -159,7 +159,7 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-async def _read(request: web.Request, encoding: str) -> list[bytes]:
+async def _read(request: web.Request, encoding: str) -> Parts:
     if (request.content_length or 0) > request.client_max_size:
         raise BodyTooLarge(f"{request.client_max_size} bytes")
     if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:

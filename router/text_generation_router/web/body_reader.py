@@ -41,8 +41,6 @@ MAX_UNFINISHED = 128_000_000
 
 MAX_INLINE = 1 << 16
 """Bytes of a body that is parsed and validated on the event loop: a millisecond."""
-SMALL = 1 << 13
-"""Bytes of a part that is kept with others."""
 MAX_PREPARED = 4
 """Larger bodies that are parsed, rendered and tokenized at a time. One place is kept for the next tenant."""
 HUGE = 2_000_000
@@ -54,7 +52,11 @@ PREPARATION = web.RequestKey("preparation", ExitStack)
 """Held while a request is prepared: closed when it is queued, at the latest when its response begins."""
 
 
-def length(parts: list[bytes]) -> int:
+Parts = list[bytes] | list[bytearray]
+"""A body in parts of any size."""
+
+
+def length(parts: Parts) -> int:
     """Return the bytes of a body."""
     return sum(map(len, parts))
 
@@ -109,7 +111,7 @@ class BodyReader:
         """Bytes of each unfinished body, the least recently active one first."""
         self._total = 0
 
-    async def read(self, request: web.Request, encoding: str) -> list[bytes]:
+    async def read(self, request: web.Request, encoding: str) -> Parts:
         """Return the parts of the decoded body; if it is large, when it is the tenant's turn to be prepared.
 
         Raises BodyTooLarge, BodyTimeout, InvalidJson, InvalidRequest, Overloaded, CannotKeepUp, or RequestPayloadError for
@@ -128,14 +130,12 @@ class BodyReader:
             request[PREPARATION].callback(queue.give_back, turn)
         return parts
 
-    async def _read(self, request: web.Request) -> list[bytes]:
-        """Return the parts of the body as they came, small ones together: of a body that is refused nothing is copied."""
+    async def _read(self, request: web.Request) -> Parts:
+        """Return the parts of the body, as long as they came or longer: one buffer for all would be copied while it grows."""
         content = request.content
         if content.is_eof() and content.total_bytes <= min(MAX_INLINE, self._max_body):  # it came with the headers
             return [content.read_nowait()]
-        parts: list[bytes] = []
-        size = 0
-        small = bytearray()
+        parts, size = [bytearray()], 0
         deadline = asyncio.timeout(self._body_s)
         try:
             async with deadline:
@@ -144,16 +144,14 @@ class BodyReader:
                     size += len(chunk)
                     if size > self._max_body:
                         raise BodyTooLarge(f"{self._max_body} bytes")
-                    if len(chunk) < SMALL and len(small) < MAX_INLINE:
-                        small += chunk
-                    else:
-                        parts += (bytes(small), chunk) if small else (chunk,)
-                        small = bytearray()
+                    if len(parts[-1]) > MAX_INLINE:
+                        parts.append(bytearray())
+                    parts[-1] += chunk
         except TimeoutError:
             raise BodyTimeout from None
         finally:
             self._total -= self._unfinished.pop(deadline, 0)
-        return [*parts, bytes(small)]
+        return parts
 
     def _received(self, deadline: asyncio.Timeout, count: int) -> None:
         now = asyncio.get_running_loop().time()
