@@ -359,4 +359,4 @@ def _merge_chunks_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     MERGED: tl.constexpr,
 ) -> None:
     head, line = tl.program_id(0), tl.program_id(1)
-    merge(partials, logs, sinks, out, line, splits, splits, head, out_stride, HEADS, 1, VALUE_DIM, WIDTH, MERGED)
+    merge(partials, logs, sinks, out, line, line * splits, splits, head, out_stride, HEADS, 1, VALUE_DIM, WIDTH, MERGED)

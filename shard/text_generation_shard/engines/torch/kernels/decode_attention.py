@@ -1,13 +1,13 @@
-"""Attention of one query token per row over the paged cache: flash decoding, with the keys of a row split over programs.
+"""Attention of one query token per row over the paged cache: flash decoding, with the keys of all rows divided over programs.
 
-A program handles one KV head of one row and a range of its keys. All query heads that share the KV head are the rows of one
-matrix product (grouped-query attention, Ainslie et al. 2023), so keys and values are read once. If a row is split, each program
-writes its softmax-weighted mean and the log of its sum of weights, and these partial results are merged (Flash-Decoding, Dao et
-al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by a second kernel if there are few programs,
-else by the last program of a row.
+A program handles one KV head, and an equal share of the blocks of all rows in a list: a part of a long row, or several short rows. All
+query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and
+values are read once. If a row is divided, each program writes its softmax-weighted mean and the log of its sum of weights, and these
+partial results are merged (Flash-Decoding, Dao et al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by
+a second kernel if there are few rows, else by the last program of a row.
 
-Lengths and block tables are read on the device. The number of programs depends only on the number of rows, so that a CUDA graph
-can be replayed with other lengths, and the result of a row does not depend on the lengths of the others.
+Lengths and block tables are read on the device. The number of programs does not depend on the lengths, so that a CUDA graph can be
+replayed with others.
 """
 
 import torch
@@ -30,12 +30,16 @@ from text_generation_shard.engines.torch.kernels.pdl import pdl, wait_for_previo
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
+_LEAST = tl.constexpr(2)
+"""Fewest blocks of a program: of single blocks, more time would be taken by the merge."""
 LATENT_HEADS = 64
 """Most query heads of a program that reads latent rows: eight warps hold their results."""
+FEW_ROWS = 16
+"""Up to so many rows one kernel adds up the blocks of 16 rows. Larger batches share another one, a single row has its own."""
 
 
 class DecodeAttention:
-    """Decode attention for layers of one shape, with the workspaces for split rows.
+    """Decode attention for layers of one shape, with the workspaces for divided rows.
 
     With `latent`, all heads attend to the same rows, whose first `latent` columns are the values. `config` replaces the result of
     `config_for` for every number of rows.
@@ -55,6 +59,7 @@ class DecodeAttention:
         if latent:
             # Programs share the heads as if each part of them had a KV head.
             num_kv_heads = num_heads // max(n for n in range(1, LATENT_HEADS + 1) if num_heads % n == 0)
+        self._max_rows = triton.next_power_of_2(max_rows)
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim, self._value_dim = head_dim, latent or head_dim
@@ -63,11 +68,9 @@ class DecodeAttention:
         self._rest = max(16, triton.next_power_of_2(head_dim - latent)) if latent else 0
         gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         multiprocessors = gpu.multi_processor_count if gpu else 1
-        self._configs = [
-            config or config_for(rows, num_heads, num_kv_heads, head_dim, multiprocessors, 8 if latent else 4)
-            for rows in range(1, max_rows + 1)
-        ]
-        parts = max(rows * config.splits for rows, config in enumerate(self._configs, start=1))
+        shape = num_heads, num_kv_heads, head_dim, multiprocessors, 8 if latent else 4
+        self._configs = [config or config_for(rows, *shape) for rows in range(1, max_rows + 1)]
+        parts = max(config.programs + rows for rows, config in enumerate(self._configs, start=1))
         self._partials = torch.empty(parts, num_heads, self._value_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
@@ -92,9 +95,10 @@ class DecodeAttention:
         """
         rows = queries.shape[0]
         config = self._configs[rows - 1]
+        most_rows = 1 if rows == 1 else FEW_ROWS if rows <= FEW_ROWS else self._max_rows
         # Pairs of FP8 numbers. Float32 queries would be rounded to float16.
         pairs = cache_layer.view(torch.int16) if cache_layer.itemsize == 1 and queries.itemsize == 2 else None
-        _attend_kernel[(self._num_kv_heads, rows, config.splits)](
+        _attend_kernel[(self._num_kv_heads, config.programs)](
             queries,
             cache_layer,
             step.positions,
@@ -110,10 +114,11 @@ class DecodeAttention:
             step.scale * LOG2_E if step.softcap is None else step.scale / step.softcap,
             0.0 if step.softcap is None else step.softcap * LOG2_E,
             NO_WINDOW if window is None else window,
-            config.min_blocks,
+            rows,
             queries.stride(0),
             step.block_tables.stride(0),
             out.stride(0),
+            ROWS=most_rows,
             LAST_ARRIVAL_MERGES=config.merge == "last arrival",
             HAS_WINDOW=window is not None,
             HAS_SOFTCAP=step.softcap is not None,
@@ -130,17 +135,19 @@ class DecodeAttention:
             num_stages=config.stages,
             **pdl(queries),
         )
-        if config.splits > 1 and config.merge == "second kernel":
+        if config.programs > 1 and config.merge == "second kernel":
             _merge_kernel[(self._num_heads, rows)](
                 step.positions,
+                step.slots,
                 out,
                 self._partials,
                 self._logs,
                 sinks,
                 NO_WINDOW if window is None else window,
-                config.splits,
-                config.min_blocks,
+                rows,
+                config.programs,
                 out.stride(0),
+                ROWS=most_rows,
                 BLOCK=BLOCK_SIZE,
                 HEADS=self._num_heads,
                 HEAD_DIM=self._value_dim,
@@ -151,8 +158,8 @@ class DecodeAttention:
             )
 
 
-@triton.jit(do_not_specialize=["window", "min_blocks", "table_stride"])
-def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
+@triton.jit(do_not_specialize=["window", "num_rows", "table_stride"])
+def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are flat, and its loops cannot be divided
     queries: tl.tensor,
     cache_layer: tl.tensor,
     positions: tl.tensor,
@@ -168,10 +175,11 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     scale: float,
     softcap: float,
     window: int,
-    min_blocks: int,
+    num_rows: int,
     query_stride: int,
     table_stride: int,
     out_stride: int,
+    ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
@@ -187,141 +195,152 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     USE_PDL: tl.constexpr,
 ) -> None:
     wait_for_previous(USE_PDL)
-    # The split is the slowest dimension: programs without work come last and do not delay others.
-    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(2)
-    position = tl.load(positions + row)
-    slot = tl.load(slots + row)
-    first_block, end_block, blocks_per_part, parts = _row_parts(position, window, splits, min_blocks, BLOCK)
-    # No slot is negative: the condition makes the compiler load the slot together with the position.
-    if (split >= parts) | (slot < 0):
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    ends, share = _divide(positions, slots, window, num_rows, tl.num_programs(1), ROWS, BLOCK)
+    # The program's part of the list of all blocks.
+    begin = program * share
+    end = tl.minimum(begin + share, tl.max(ends, axis=0))
+    if begin >= end:
         return
 
     heads = kv_head * GROUP + tl.arange(0, GROUP_ROWS)
     dims = tl.arange(0, WIDTH)
     is_head = tl.arange(0, GROUP_ROWS)[:, None] < GROUP
     is_dim = (dims < VALUE_DIM)[None, :]
-    query_rows = queries + row * query_stride + heads[:, None] * HEAD_DIM
-    query = tl.load(query_rows + dims[None, :], mask=is_head & is_dim, other=0.0)
-    if REST:
-        rest = VALUE_DIM + tl.arange(0, REST)
-        is_rest = (rest < HEAD_DIM)[None, :]
-        query_rest = tl.load(query_rows + rest[None, :], mask=is_head & is_rest, other=0.0)
-    if scales is not None:
-        scale *= tl.load(scales + kv_head)
     offsets = tl.arange(0, BLOCK)
     keys_of_head = cache_layer if REST else cache_layer + kv_head * (BLOCK * HEAD_DIM)
     block_numbers: tl.constexpr = (1 if REST else 2 * KV_HEADS) * BLOCK * HEAD_DIM
-    table = block_tables + slot.to(tl.int64) * table_stride
-    begin = first_block + split * blocks_per_part
-    end = min(begin + blocks_per_part, end_block)
-
-    # Scores are in units of log 2, because the hardware computes exp2.
-    maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_ROWS], tl.float32)
-    if pairs is None:
-        mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
-    else:
-        # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers. Queries in bfloat16 may exceed it.
-        largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), 1e-30)
-        query = (query / largest).to(tl.float16)
-        scale *= largest
-        mean = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
-        odd = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
-        pair_dims = tl.arange(0, WIDTH // 2)
-    # Block numbers are loaded one iteration ahead.
-    number = tl.load(table + begin)
-    for block in range(begin, end):
-        next_number = tl.load(table + tl.minimum(block + 1, end - 1))
-        # A block has at least one visible key, so the maximum is finite. Masked keys are not loaded: they may be NaN.
-        visible = offsets <= position - block * BLOCK
-        if HAS_WINDOW:
-            visible &= offsets > position - window - block * BLOCK
-        rows = keys_of_head + number.to(tl.int64) * block_numbers + offsets[:, None] * HEAD_DIM
-        key = tl.load(rows + dims[None, :], mask=visible[:, None] & is_dim, other=0.0)
-        # FP8 keys and values are exact in the data type of the query.
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)))
-        if REST:
-            value = key
-            key_rest = tl.load(rows + rest[None, :], mask=visible[:, None] & is_rest, other=0.0)
-            scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
-        elif pairs is None:
-            value = tl.load(
-                rows + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=visible[:, None] & is_dim, other=0.0
-            )
-        else:
-            # Bytes cannot be transposed on their way to a matrix product, numbers of 16 bits can: pairs of columns.
-            pair_rows = number.to(tl.int64) * (block_numbers // 2) + (KV_HEADS + kv_head) * (BLOCK * HEAD_DIM // 2)
-            value = tl.load(
-                pairs + pair_rows + offsets[:, None] * (HEAD_DIM // 2) + pair_dims[None, :],
-                mask=visible[:, None] & (pair_dims < HEAD_DIM // 2)[None, :],
-                other=0,
-            )
-        scores *= scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 2 · sigmoid(2x) - 1.
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_maximum[:, None])
-        decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(weights, axis=1)
-        if pairs is None:
-            mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
-        else:
-            low = value.to(tl.int8).to(key.dtype, bitcast=True)
-            high = (value >> 8).to(tl.int8).to(key.dtype, bitcast=True)
-            mean = tl.dot(weights.to(query.dtype), low.to(query.dtype), mean * decay[:, None])
-            odd = tl.dot(weights.to(query.dtype), high.to(query.dtype), odd * decay[:, None])
-        maximum = new_maximum
-        number = next_number
-    if pairs is not None:
-        mean = tl.interleave(mean, odd)
-    if sinks is not None:
-        # A row that is split adds the sinks when its parts are merged.
-        total = tl.where(parts == 1, total + group_sink_weights(sinks, heads, GROUP, maximum), total)
-    mean = mean / total[:, None]
     if scales is not None:
-        mean *= tl.load(scales + KV_HEADS + kv_head)
+        scale *= tl.load(scales + kv_head)
+    first_row = tl.sum((ends <= begin).to(tl.int32), axis=0)
+    last_row = tl.sum((ends < end).to(tl.int32), axis=0)
+    for row in range(first_row, last_row + 1):
+        start, stop = _blocks_of(ends, row, ROWS)
+        # A row without a slot has no blocks.
+        if start < stop:
+            position = tl.load(positions + row)
+            table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
+            query_rows = queries + row * query_stride + heads[:, None] * HEAD_DIM
+            query = tl.load(query_rows + dims[None, :], mask=is_head & is_dim, other=0.0)
+            if REST:
+                rest = VALUE_DIM + tl.arange(0, REST)
+                is_rest = (rest < HEAD_DIM)[None, :]
+                query_rest = tl.load(query_rows + rest[None, :], mask=is_head & is_rest, other=0.0)
+            # Scores are in units of log 2, because the hardware computes exp2.
+            row_scale = scale
+            maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP_ROWS], tl.float32)
+            if pairs is None:
+                mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+            else:
+                # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers. Queries in bfloat16 may exceed it.
+                largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), 1e-30)
+                query = (query / largest).to(tl.float16)
+                row_scale *= largest
+                mean = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
+                odd = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
+                pair_dims = tl.arange(0, WIDTH // 2)
+            first_block = tl.maximum(position - window + 1, 0) // BLOCK - start
+            end_block = first_block + tl.minimum(end, stop)
+            first_block += tl.maximum(begin, start)
+            # Block numbers are loaded one iteration ahead.
+            number = tl.load(table + first_block)
+            for block in range(first_block, end_block):
+                next_number = tl.load(table + tl.minimum(block + 1, end_block - 1))
+                # A block has at least one visible key, so the maximum is finite. Masked keys are not loaded: they may be NaN.
+                visible = offsets <= position - block * BLOCK
+                if HAS_WINDOW:
+                    visible &= offsets > position - window - block * BLOCK
+                rows = keys_of_head + number.to(tl.int64) * block_numbers + offsets[:, None] * HEAD_DIM
+                key = tl.load(rows + dims[None, :], mask=visible[:, None] & is_dim, other=0.0)
+                # FP8 keys and values are exact in the data type of the query.
+                scores = tl.dot(query, tl.trans(key.to(query.dtype)))
+                if REST:
+                    value = key
+                    key_rest = tl.load(rows + rest[None, :], mask=visible[:, None] & is_rest, other=0.0)
+                    scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
+                elif pairs is None:
+                    value = tl.load(
+                        rows + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=visible[:, None] & is_dim, other=0.0
+                    )
+                else:
+                    # Bytes cannot be transposed on their way to a matrix product, numbers of 16 bits can: pairs of columns.
+                    pair_rows = number.to(tl.int64) * (block_numbers // 2) + (KV_HEADS + kv_head) * (
+                        BLOCK * HEAD_DIM // 2
+                    )
+                    value = tl.load(
+                        pairs + pair_rows + offsets[:, None] * (HEAD_DIM // 2) + pair_dims[None, :],
+                        mask=visible[:, None] & (pair_dims < HEAD_DIM // 2)[None, :],
+                        other=0,
+                    )
+                scores *= row_scale
+                if HAS_SOFTCAP:
+                    # tanh(x) = 2 · sigmoid(2x) - 1.
+                    scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+                scores = tl.where(visible[None, :], scores, float("-inf"))
+                new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_maximum[:, None])
+                decay = tl.exp2(maximum - new_maximum)
+                total = total * decay + tl.sum(weights, axis=1)
+                if pairs is None:
+                    mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
+                else:
+                    low = value.to(tl.int8).to(key.dtype, bitcast=True)
+                    high = (value >> 8).to(tl.int8).to(key.dtype, bitcast=True)
+                    mean = tl.dot(weights.to(query.dtype), low.to(query.dtype), mean * decay[:, None])
+                    odd = tl.dot(weights.to(query.dtype), high.to(query.dtype), odd * decay[:, None])
+                maximum = new_maximum
+                number = next_number
+            if pairs is not None:
+                mean = tl.interleave(mean, odd)
+            first_part, parts = _parts(start, stop, share)
+            if sinks is not None:
+                # A row that is divided adds the sinks when its parts are merged.
+                total = tl.where(parts == 1, total + group_sink_weights(sinks, heads, GROUP, maximum), total)
+            mean = mean / total[:, None]
+            if scales is not None:
+                mean *= tl.load(scales + KV_HEADS + kv_head)
 
-    if parts == 1:
-        targets = out + row * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
-        tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
-    else:
-        lines = (row * splits + split) * (KV_HEADS * GROUP) + heads
-        tl.store(partials + lines[:, None] * VALUE_DIM + dims[None, :], mean, mask=is_head & is_dim)
-        tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
-        if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
-            if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
-                merge(
-                    partials,
-                    logs,
-                    sinks,
-                    out,
-                    row,
-                    splits,
-                    parts,
-                    kv_head * GROUP,
-                    out_stride,
-                    KV_HEADS * GROUP,
-                    GROUP,
-                    VALUE_DIM,
-                    WIDTH,
-                    MERGED,
-                )
+            if parts == 1:
+                targets = out + row * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
+                tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
+            else:
+                lines = (program + row) * (KV_HEADS * GROUP) + heads
+                tl.store(partials + lines[:, None] * VALUE_DIM + dims[None, :], mean, mask=is_head & is_dim)
+                tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
+                if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
+                    if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
+                        merge(
+                            partials,
+                            logs,
+                            sinks,
+                            out,
+                            row,
+                            first_part + row,
+                            parts,
+                            kv_head * GROUP,
+                            out_stride,
+                            KV_HEADS * GROUP,
+                            GROUP,
+                            VALUE_DIM,
+                            WIDTH,
+                            MERGED,
+                        )
 
 
-@triton.jit(do_not_specialize=["window", "splits", "min_blocks"])
+@triton.jit(do_not_specialize=["window", "num_rows", "programs"])
 def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     positions: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     partials: tl.tensor,
     logs: tl.tensor,
     sinks: tl.tensor | None,
     window: int,
-    splits: int,
-    min_blocks: int,
+    num_rows: int,
+    programs: int,
     out_stride: int,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -331,18 +350,42 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 ) -> None:
     wait_for_previous(USE_PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
+    ends, share = _divide(positions, slots, window, num_rows, programs, ROWS, BLOCK)
+    start, stop = _blocks_of(ends, row, ROWS)
+    first, parts = _parts(start, stop, share)
     if parts > 1:
-        merge(partials, logs, sinks, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
+        line = first + row
+        merge(partials, logs, sinks, out, row, line, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
 
 
 @triton.jit
-def _row_parts(
-    position: tl.tensor, window: int, splits: int, min_blocks: int, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return how a row is split: first block, end block, blocks per part, number of parts."""
-    first_block = tl.maximum(position - window + 1, 0) // BLOCK
-    end_block = position // BLOCK + 1
-    blocks = end_block - first_block
-    blocks_per_part = tl.maximum(tl.cdiv(blocks, splits), min_blocks)
-    return first_block, end_block, blocks_per_part, tl.cdiv(blocks, blocks_per_part)
+def _divide(
+    positions: tl.tensor,
+    slots: tl.tensor,
+    window: int,
+    num_rows: int,
+    programs: int,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the end of each row in the list of the visible blocks of all rows, [ROWS], and the blocks of a program."""
+    row = tl.arange(0, ROWS)
+    position = tl.load(positions + row, mask=row < num_rows, other=0)
+    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+    blocks = position // BLOCK + 1 - tl.maximum(position - window + 1, 0) // BLOCK
+    ends = tl.cumsum(tl.where(slot >= 0, blocks, 0), axis=0)
+    return ends, tl.maximum(tl.cdiv(tl.max(ends, axis=0), programs), _LEAST)
+
+
+@triton.jit
+def _blocks_of(ends: tl.tensor, row: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return where a row begins and ends in the list of blocks."""
+    rows = tl.arange(0, ROWS)
+    return tl.max(tl.where(rows < row, ends, 0), axis=0), tl.max(tl.where(rows <= row, ends, 0), axis=0)
+
+
+@triton.jit
+def _parts(start: tl.tensor, stop: tl.tensor, share: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first program of a row, and how many read a part of it. Each part has a line: its program plus its row."""
+    first = start // share
+    return first, tl.maximum(stop - 1, 0) // share - first + 1

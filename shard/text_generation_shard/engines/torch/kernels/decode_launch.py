@@ -7,11 +7,11 @@ import triton
 
 FLOATS_PER_WARP = 2048
 """Results that a warp can hold in registers, and partial results that it merges at a time."""
-FEWEST_SPLITS, MAX_SPLITS = 8, 64
-"""A row that is much longer than the others is split even if the rows alone occupy the device."""
-MOST_BLOCKS, PROGRAMS_PER_BLOCK = 64, 7
-"""Short rows are not split then: the more rows and KV heads there are, the more blocks has a part. Measured on an H200 with rows of
-576 tokens: two or three parts are best for 128 rows and heads, one for 256 and more."""
+WARPS_AT_ONCE = 8
+"""Warps of a multiprocessor: more of them have no place at the same time, with the keys and values that they load ahead. Measured on an
+H200: 9 programs of a warp take 1.2 times as long as 8."""
+MOST_PARTS = 64
+"""Most parts of a row on average: partial results take time to merge."""
 SECOND_KERNEL_PROGRAMS = 64
 """Rows times KV heads up to which a second kernel merges the partial results. Measured on an H200, 8 KV heads of 4 query heads,
 head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
@@ -24,10 +24,8 @@ Merge = Literal["second kernel", "last arrival"]
 class LaunchConfig:
     """Work distribution of a launch."""
 
-    splits: int
-    """Programs per (row, KV head). Those that a short row does not need exit immediately."""
-    min_blocks: int
-    """Minimum number of blocks per program."""
+    programs: int
+    """Programs per KV head. Those without blocks exit immediately."""
     warps: int
     stages: int
     """Depth of the software pipeline: stages - 1 blocks are loading while one is processed."""
@@ -40,16 +38,13 @@ def config_for(
     rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int, max_warps: int = 4
 ) -> LaunchConfig:
     """Return the launch configuration for a number of rows; it does not depend on lengths."""
-    programs = rows * num_kv_heads
     results = group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
     # A single warp needs no synchronization, but must hold all results in its registers.
     warps = min(max_warps, -(-results // FLOATS_PER_WARP))
-    splits = triton.next_power_of_2(-(-8 * multiprocessors // programs))
-    min_blocks = min(max(programs // PROGRAMS_PER_BLOCK, 2), MOST_BLOCKS)
-    merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
-    # Latent rows are wide, so are their partial results.
-    fewest, stages = (FEWEST_SPLITS, 3) if head_dim <= 256 else (FEWEST_SPLITS // 2, 2)
-    return LaunchConfig(min(max(splits, fewest), MAX_SPLITS), min_blocks, warps, stages, merge)
+    programs = max(1, WARPS_AT_ONCE // warps) * multiprocessors // num_kv_heads
+    programs = max(1, min(programs, max(MOST_PARTS * rows, multiprocessors // num_kv_heads)))
+    merge: Merge = "second kernel" if rows * num_kv_heads <= SECOND_KERNEL_PROGRAMS else "last arrival"
+    return LaunchConfig(programs, warps, 3 if head_dim <= 256 else 2, merge)
 
 
 def group_rows(num_heads: int, num_kv_heads: int) -> int:

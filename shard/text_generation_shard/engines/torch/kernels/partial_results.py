@@ -19,7 +19,7 @@ def merge(  # noqa: PLR0913 – called from kernels only, whose arguments are fl
     sinks: tl.tensor | None,
     out: tl.tensor,
     row: tl.tensor,
-    splits: int,
+    first_line: tl.tensor,
     parts: tl.tensor,
     first_head: tl.tensor,
     out_stride: int,
@@ -29,7 +29,10 @@ def merge(  # noqa: PLR0913 – called from kernels only, whose arguments are fl
     WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
 ) -> None:
-    """Write the mean of the parts' means for `GROUP` heads of a row, weighted with the sums, whose log 2 is in `logs`."""
+    """Write the mean of the parts' means for `GROUP` heads of a row, weighted with the sums, whose log 2 is in `logs`.
+
+    The parts are the lines from `first_line` on.
+    """
     rows: tl.constexpr = triton.next_power_of_2(GROUP)
     chunk: tl.constexpr = MERGED // (rows * WIDTH) if rows * WIDTH < MERGED else 1
     group = tl.arange(0, rows)
@@ -43,7 +46,7 @@ def merge(  # noqa: PLR0913 – called from kernels only, whose arguments are fl
     for first in range(0, parts, chunk):
         part = first + tl.arange(0, chunk)
         is_part = part < parts
-        lines = (row * splits + part)[:, None] * HEADS + heads[None, :]
+        lines = (first_line + part)[:, None] * HEADS + heads[None, :]
         # Other programs may have just written these: bypass this multiprocessor's L1 cache.
         log = tl.load(logs + lines, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
         partial = tl.load(

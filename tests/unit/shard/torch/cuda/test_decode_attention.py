@@ -14,7 +14,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
-from text_generation_shard.engines.torch.kernels.decode_launch import MAX_SPLITS, LaunchConfig, Merge, config_for
+from text_generation_shard.engines.torch.kernels.decode_launch import LaunchConfig, Merge, config_for
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-SPLIT = LaunchConfig(splits=3, min_blocks=1, warps=4, stages=3, merge="last arrival")
+DIVIDED = LaunchConfig(programs=5, warps=4, stages=3, merge="last arrival")
 SMOL = Shape(9, 3, 64)
 LLAMA = Shape(8, 2, 128)
 
@@ -94,7 +94,7 @@ def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torc
     case = a_case(SMOL, [1, 16, 70, 17], device, dtype)
     case = replace(case, step=replace(case.step, softcap=1.5))
     sinks = torch.linspace(-2, 3, SMOL.heads, dtype=torch.float64, device=device)
-    out = case.run(DecodeAttention(*SMOL, 4, device, config=replace(SPLIT, merge=merge)), sinks=sinks.float())
+    out = case.run(DecodeAttention(*SMOL, 4, device, config=replace(DIVIDED, merge=merge)), sinks=sinks.float())
     assert error(out, case.expected(None, sinks)) < TOLERANCES[dtype]
 
 
@@ -106,7 +106,7 @@ def test_fp8_keys_and_values_are_multiplied_by_the_scales_of_their_head(
     case = replace(case, qkv=case.qkv.to(dtype), cache_layer=case.cache_layer.to(stored))
     scales = torch.tensor([[0.5, 1.3], [3.0, 0.2]], device=device)
     for given in (None, scales):
-        out = case.run(DecodeAttention(*LLAMA, 4, device, config=SPLIT), scales=given)
+        out = case.run(DecodeAttention(*LLAMA, 4, device, config=DIVIDED), scales=given)
         assert error(out, case.expected(None, scales=given)) < TOLERANCES[dtype]
 
 
@@ -121,7 +121,7 @@ def test_fp8_with_queries_of_any_size(
     case = replace(case, qkv=(factor * case.qkv).to(dtype), cache_layer=case.cache_layer.to(torch.float8_e4m3fn))
     case = replace(case, step=replace(case.step, softcap=1.5))
     sinks = torch.linspace(-2, 3, shape.heads, dtype=torch.float64, device=device)
-    out = case.run(DecodeAttention(*shape, 4, device, config=SPLIT), window, sinks=sinks.float())
+    out = case.run(DecodeAttention(*shape, 4, device, config=DIVIDED), window, sinks=sinks.float())
     assert error(out, case.expected(window, sinks)) < TOLERANCES[dtype]
 
 
@@ -146,16 +146,16 @@ def test_rows_of_different_lengths_match_the_formula(
     shape: Shape, window: int | None, merge: Merge, device: torch.device, dtype: torch.dtype
 ) -> None:
     case = a_case(shape, [1, 16, 70, 17], device, dtype, window)
-    attention = DecodeAttention(*shape, 4, device, config=replace(SPLIT, merge=merge))
+    attention = DecodeAttention(*shape, 4, device, config=replace(DIVIDED, merge=merge))
     for other in (case, a_case(shape, [20, 40, 3, 90], device, dtype, window)):  # other numbers of parts
         assert error(other.run(attention, window), other.expected(window)) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
-def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
+def test_a_single_long_row_is_read_by_many_programs(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
     shape = Shape(8, 1, 128)
     config = config_for(1, *shape, H200_MULTIPROCESSORS)
-    assert config.splits == MAX_SPLITS
+    assert config.programs > 700 / BLOCK_SIZE
     case = a_case(shape, [700], device, dtype)
     attention = DecodeAttention(*shape, 1, device, config=replace(config, merge=merge))
     first, second = case.run(attention), case.run(attention)
@@ -163,22 +163,20 @@ def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.
     assert torch.equal(first, second)
 
 
-def test_short_rows_are_not_split_in_large_batches(device: torch.device, dtype: torch.dtype) -> None:
-    config = config_for(6, *SMOL, multiprocessors=1)
-    assert config.splits > 1
-    assert config.min_blocks == 2
-    case = a_case(SMOL, [32, 33], device, dtype)
-    result = case.run(DecodeAttention(*SMOL, 2, device, config=config), out_dtype=torch.float32)
-    unsplit = case.run(DecodeAttention(*SMOL, 2, device, config=replace(config, splits=1)), out_dtype=torch.float32)
-    assert error(result, case.expected(None)) < TOLERANCES[dtype]
-    assert [torch.equal(row, other) for row, other in zip(result, unsplit, strict=True)] == [True, False]
-
-
-def test_a_row_does_not_depend_on_the_lengths_of_other_rows(device: torch.device, dtype: torch.dtype) -> None:
-    case = a_case(LLAMA, [90, 50], device, dtype)
-    attention = DecodeAttention(*LLAMA, 2, device, config=SPLIT)  # its arrival counters are reset after each run
-    shorter = replace(case.step, positions=torch.tensor([89, 3], dtype=torch.int32, device=device))
-    assert torch.equal(case.run(attention)[0], replace(case, step=shorter).run(attention)[0])
+@pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
+def test_a_program_reads_a_part_of_a_row_or_several_rows(
+    programs: int, merge: Merge, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Rows without a slot are left out, wherever they are."""
+    case = a_case(LLAMA, [5, 300, 1, 16, 33, 90, 2], device, dtype)
+    slots = case.step.slots.clone()
+    slots[[2, 6]] = -1
+    attention = DecodeAttention(*LLAMA, 7, device, config=replace(DIVIDED, programs=programs, merge=merge))
+    out, expected = replace(case, step=replace(case.step, slots=slots)).run(attention), case.expected(None)
+    assert out[[2, 6]].isnan().all()
+    kept = [0, 1, 3, 4, 5]
+    assert error(out[kept], expected[kept]) < TOLERANCES[dtype]
 
 
 def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.dtype) -> None:
@@ -187,20 +185,14 @@ def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.
     padded = replace(
         case, qkv=case.qkv[[0, 1, 1]], step=replace(case.step, slots=slots, positions=case.step.positions[[0, 1, 1]])
     )
-    assert error(padded.run(DecodeAttention(*SMOL, 3, device, config=SPLIT)), padded.expected(None)) < TOLERANCES[dtype]
+    assert (
+        error(padded.run(DecodeAttention(*SMOL, 3, device, config=DIVIDED)), padded.expected(None)) < TOLERANCES[dtype]
+    )
 
 
 def test_a_second_kernel_merges_if_there_are_few_programs() -> None:
     merges = [config_for(rows, 32, 8, 128, H200_MULTIPROCESSORS).merge for rows in (1, 8, 32, 128)]
     assert merges == ["second kernel", "second kernel", "last arrival", "last arrival"]
-
-
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 256)])
-def test_the_workspace_is_bounded_and_the_device_is_filled(kv_heads: int, head_dim: int) -> None:
-    for rows in range(1, 513):
-        config = config_for(rows, 4 * kv_heads, kv_heads, head_dim, H200_MULTIPROCESSORS)
-        assert rows * config.splits * kv_heads * head_dim * 4 < 20 << 20  # bytes, per query head of a KV head
-        assert rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == MAX_SPLITS
 
 
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(4, 32, 16), (40, 24, 8), full(128, 512, 64)])
@@ -213,6 +205,6 @@ def test_heads_attend_to_latent_rows(
     case = a_case(shape, [1, 16, 70, 17], device, dtype)
     case = replace(case, cache_layer=case.cache_layer[:, :1].contiguous())
     out = torch.full((4, heads * latent), torch.nan, dtype=dtype, device=device)
-    attention = DecodeAttention(*shape, 4, device, latent=latent, config=replace(SPLIT, merge=merge))
+    attention = DecodeAttention(*shape, 4, device, latent=latent, config=replace(DIVIDED, merge=merge))
     attention.run(case.queries, case.cache_layer, case.step, None, out)
     assert error(out, narrowed(case.expected(None), case.queries, out)) < TOLERANCES[dtype]
