@@ -102,28 +102,37 @@ def sweep(table: Table, rows_tried: Sequence[int], num_shard: int) -> None:
         print(f"    {key}: MatvecConfig({best.block_n}, {best.num_warps}, {best.order!r}),")
 
 
-CONTEXTS = ((1, 600), (8, 600), (16, 600), (32, 600), (128, 600), (256, 600), (1, 32768))
+CONTEXTS = ((1, 600), (8, 600), (16, 600), (32, 600), (128, 600), (256, 600), (1, 32768), (6, 20_000))
+UNEVEN = ((4, 1_000), (32, 1_000))
+LONGEST = 100_000
+"""Tokens of the first row of `UNEVEN`."""
 HEADS = ((8, 4, 128), (3, 3, 64))
 """KV heads, query heads per KV head, head_dim."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Rows of equal length over a pool of random keys and values."""
+    """Rows of equal length, but for the first one, over a pool of random keys and values."""
 
     rows: int
     context: int
     num_kv_heads: int
     group: int
     head_dim: int
+    longest: int = 0
+    """Tokens of the first row; 0: as many as the others have."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.longest or self.context, *[self.context] * (self.rows - 1)]
 
     @property
     def blocks(self) -> int:
-        return -(-self.context // BLOCK_SIZE)
+        return -(-max(self.lengths) // BLOCK_SIZE)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows * self.context * 2 * self.num_kv_heads * self.head_dim * 2
+        return sum(self.lengths) * 2 * self.num_kv_heads * self.head_dim * 2
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return caches of the layers, queries, and block tables in random order."""
@@ -137,14 +146,18 @@ class Attended:
 def attentions(table: Table, *, flashinfer: bool) -> None:
     for heads, (rows, context) in itertools.product(HEADS, CONTEXTS):
         attend(table, Attended(rows, context, *heads), flashinfer=flashinfer)
+    for heads, (rows, context) in itertools.product(HEADS, UNEVEN):
+        attend(table, Attended(rows, context, *heads, longest=LONGEST), flashinfer=False)
 
 
 def attend(table: Table, case: Attended, *, flashinfer: bool) -> None:
     caches, queries, block_tables = case.operands()
     rows, num_heads, head_dim = queries.shape
-    step = DecodeStep(ints([case.context - 1] * rows), ints(range(rows)), block_tables, head_dim**-0.5)
+    step = DecodeStep(ints([length - 1 for length in case.lengths]), ints(range(rows)), block_tables, head_dim**-0.5)
     out = empty(rows, num_heads * head_dim)
     name = f"attention {case.num_kv_heads} × {case.group} × {head_dim}, {case.context} tokens"
+    if case.longest:
+        name += f", one of {case.longest}"
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     found = config_for(rows, num_heads, case.num_kv_heads, head_dim, multiprocessors)
     other: Merge = "last arrival" if found.merge == "second kernel" else "second kernel"
