@@ -16,7 +16,8 @@ from pathlib import Path
 
 from prepare_demo_model import MODELS
 
-READY = re.compile(rb"\] ready .*process=launcher .*url=(?P<url>\S+)")
+READY = re.compile(rb"\] ready (?=.*\bprocess=launcher\b).*\burl=(?P<url>\S+)")
+"""The launcher's line; the order of its fields is that of the library of logs."""
 PROMPT = "The capital of France is"
 """For a model that is not a demo model."""
 
