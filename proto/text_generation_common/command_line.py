@@ -110,4 +110,5 @@ def _message(config: type[ProcessConfig], error: ErrorDetails) -> str:
     name = str(error["loc"][0])
     given = "" if is_secret(name) else f", not {error['input']!r}"
     variable = "" if name in config.without_variable() else f" (or {name.upper()})"
-    return f"--{name.replace('_', '-')}{variable}: {message}{given}"
+    within = "".join(f"{key}: " for key in error["loc"][1:])
+    return f"--{name.replace('_', '-')}{variable}: {within}{message}{given}"

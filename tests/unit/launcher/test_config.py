@@ -90,6 +90,11 @@ def test_model_id_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model-id (or MODEL_ID) is missing" in usage_error(capsys)
 
 
+def test_an_error_names_the_key_within_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    error = usage_error(capsys, *MODEL, "--kv-events-config", '{"hwm": 0}')
+    assert "--kv-events-config (or KV_EVENTS_CONFIG): hwm: Input should be greater than 0, not 0" in error
+
+
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_unsupported_tgi_flags_are_rejected_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flag = f"--{name.replace('_', '-')}"
