@@ -62,6 +62,15 @@ async def test_a_closed_loop_measures_the_pace_of_the_server(tmp_path: Path) -> 
     assert "mock-model" in report.read_text(encoding="utf-8")
 
 
+async def test_sessions_of_agents_end_with_the_duration(tmp_path: Path) -> None:
+    """Else a session would be played to its end, with pauses of 2 s between dozens of turns."""
+    async with serve_mock(OpenAIMock()) as mock:
+        flags = ("--scenario", "agents", "-s", "2000", "-b", "2", "-w", "0", "--duration", "1", "--seed", "4")
+        code, _, err = await benchmark(mock.port, "--dialect", "openai-chat", *flags, "-o", str(tmp_path / "result"))
+    assert (code, err) == (0, "")
+    assert level(tmp_path / "result")["seconds"] < 3
+
+
 async def test_chats_over_tls_have_key_system_prompt_and_answers(tmp_path: Path) -> None:
     access = write_certificates(tmp_path, name="localhost")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -173,18 +174,18 @@ class _LevelRun:
             chats = (
                 chat for chat, _ in zip(workload.warm_up(level), range(mine * self._settings.warmups), strict=False)
             )
-            await self._closed_loop(chats, mine, until=None)
+            await self._closed_loop(chats, mine, until=math.inf)
         elif level.is_open_loop:
             await self._open_loop(workload.open(level))
         else:
-            until = None if self._settings.duration is None else self._start + self._settings.duration
+            until = math.inf if self._settings.duration is None else self._start + self._settings.duration
             await self._closed_loop(workload.closed(level), self._share.of(int(level.value)), until)
 
-    async def _closed_loop(self, chats: Iterator[PlannedChat], open_: int, until: float | None) -> None:
+    async def _closed_loop(self, chats: Iterator[PlannedChat], open_: int, until: float) -> None:
         async def worker() -> None:
             for chat in chats:
-                await self._play_chat(chat)
-                if until is not None and perf_counter() >= until:
+                await self._play_chat(chat, until=until)
+                if perf_counter() >= until:
                     return
 
         async with asyncio.TaskGroup() as tasks:
@@ -197,14 +198,17 @@ class _LevelRun:
                 await asyncio.sleep(max(0.0, self._start + chat.at - perf_counter()))
                 tasks.create_task(self._play_chat(chat, planned=self._start + chat.at))
 
-    async def _play_chat(self, chat: PlannedChat, planned: float | None = None) -> None:
+    async def _play_chat(self, chat: PlannedChat, planned: float | None = None, until: float = math.inf) -> None:
+        """Play the turns of a chat and of its sub-agents; those that would begin after `until` are left out."""
         turns: list[tuple[Prompt, str]] = []
         for number, (prompt, new_tokens) in enumerate(chat.turns):
             async with asyncio.TaskGroup() as tasks:
                 for each in chat.subagents.get(number, ()):
-                    tasks.create_task(self._play_chat(each))
-            if pause := chat.pauses[number] if chat.pauses else self._settings.think_time * bool(number):
-                await asyncio.sleep(pause)
+                    tasks.create_task(self._play_chat(each, until=until))
+            pause = chat.pauses[number] if chat.pauses else self._settings.think_time * bool(number)
+            if perf_counter() + pause >= until:
+                return
+            await asyncio.sleep(pause)
             if number in chat.resets:
                 turns.clear()
             turns.append((prompt, ""))

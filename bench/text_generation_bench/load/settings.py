@@ -215,7 +215,7 @@ def _load_flags(add: Any) -> None:  # noqa: ANN401 - add_argument
         help="factor of the trace's timestamps, to seconds: 0.001 for ms, 0.5 to play it twice as fast")  # fmt: skip
     add("--requests", type=above(1), metavar="N", help="requests of a level (chats with --turns), instead of --runs")
     add("--duration", type=above(0.1, float), metavar="S",
-        help=f"send requests for so many seconds; default of --rate: {OPEN_LOOP_SECONDS:g}")  # fmt: skip
+        help=f"send requests for so many seconds, without --rate also of chats that have begun; default of --rate: {OPEN_LOOP_SECONDS:g}")  # fmt: skip
     add(
         "-w",
         "--warmups",
