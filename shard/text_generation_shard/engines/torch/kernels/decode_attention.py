@@ -22,6 +22,7 @@ from text_generation_shard.engines.torch.kernels.decode_launch import (
     LaunchConfig,
     config_for,
     group_rows,
+    row_places,
 )
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
 from text_generation_shard.engines.torch.kernels.partial_results import LOG2_E, group_sink_weights, merge
@@ -34,8 +35,6 @@ _LEAST = tl.constexpr(2)
 """Fewest blocks of a program: of single blocks, more time would be taken by the merge."""
 LATENT_HEADS = 64
 """Most query heads of a program that reads latent rows: eight warps hold their results."""
-FEW_ROWS = 16
-"""Up to so many rows one kernel adds up the blocks of 16 rows. Larger batches share another one, a single row has its own."""
 
 
 class DecodeAttention:
@@ -59,7 +58,7 @@ class DecodeAttention:
         if latent:
             # Programs share the heads as if each part of them had a KV head.
             num_kv_heads = num_heads // max(n for n in range(1, LATENT_HEADS + 1) if num_heads % n == 0)
-        self._max_rows = triton.next_power_of_2(max_rows)
+        self._max_rows = max_rows
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim, self._value_dim = head_dim, latent or head_dim
@@ -94,8 +93,7 @@ class DecodeAttention:
         the cache.
         """
         rows = queries.shape[0]
-        config = self._configs[rows - 1]
-        most_rows = 1 if rows == 1 else FEW_ROWS if rows <= FEW_ROWS else self._max_rows
+        config, places = self._configs[rows - 1], row_places(rows, self._max_rows)
         # Pairs of FP8 numbers. Float32 queries would be rounded to float16.
         pairs = cache_layer.view(torch.int16) if cache_layer.itemsize == 1 and queries.itemsize == 2 else None
         _attend_kernel[(self._num_kv_heads, config.programs)](
@@ -118,7 +116,7 @@ class DecodeAttention:
             queries.stride(0),
             step.block_tables.stride(0),
             out.stride(0),
-            ROWS=most_rows,
+            ROWS=places,
             LAST_ARRIVAL_MERGES=config.merge == "last arrival",
             HAS_WINDOW=window is not None,
             HAS_SOFTCAP=step.softcap is not None,
@@ -147,7 +145,7 @@ class DecodeAttention:
                 rows,
                 config.programs,
                 out.stride(0),
-                ROWS=most_rows,
+                ROWS=places,
                 BLOCK=BLOCK_SIZE,
                 HEADS=self._num_heads,
                 HEAD_DIM=self._value_dim,

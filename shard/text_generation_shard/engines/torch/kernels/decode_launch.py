@@ -17,6 +17,10 @@ SECOND_KERNEL_PROGRAMS = 64
 head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
 3 KV heads of 3 query heads, head_dim 64: 4.4 and 5.1 at one row, 10.5 and 13.9 at 20, but 8.4 and 6.9 at 24."""
 
+FEW_ROWS = 32
+"""Rows up to which one kernel adds up the blocks of as many rows. So many that each kernel runs in a step of a size that is captured at
+the start: no other step has to wait for a compiler."""
+
 Merge = Literal["second kernel", "last arrival"]
 
 
@@ -45,6 +49,13 @@ def config_for(
     programs = max(1, min(programs, max(MOST_PARTS * rows, multiprocessors // num_kv_heads)))
     merge: Merge = "second kernel" if rows * num_kv_heads <= SECOND_KERNEL_PROGRAMS else "last arrival"
     return LaunchConfig(programs, warps, 3 if head_dim <= 256 else 2, merge)
+
+
+def row_places(rows: int, max_rows: int) -> int:
+    """Return the rows whose blocks a kernel adds up: there are a kernel for one row, one for a few, and one for up to `max_rows`."""
+    if rows == 1:
+        return 1
+    return FEW_ROWS if rows <= FEW_ROWS else int(triton.next_power_of_2(max_rows))
 
 
 def group_rows(num_heads: int, num_kv_heads: int) -> int:

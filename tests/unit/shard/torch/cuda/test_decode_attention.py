@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.batch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
-from text_generation_shard.engines.torch.kernels.decode_launch import LaunchConfig, Merge, config_for
+from text_generation_shard.engines.torch.kernels.decode_launch import LaunchConfig, Merge, config_for, row_places
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
+from text_generation_shard.engines.torch.runner.decode_graphs import capture_sizes
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 H200_MULTIPROCESSORS = 132
@@ -193,6 +195,18 @@ def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.
 def test_a_second_kernel_merges_if_there_are_few_programs() -> None:
     merges = [config_for(rows, 32, 8, 128, H200_MULTIPROCESSORS).merge for rows in (1, 8, 32, 128)]
     assert merges == ["second kernel", "second kernel", "last arrival", "last arrival"]
+
+
+@pytest.mark.parametrize("max_rows", [1, 20, 40, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 5, 8])
+def test_all_kernels_run_in_steps_of_captured_sizes(kv_heads: int, max_rows: int) -> None:
+    """The decode rows beside prompts are of any number: they must not wait for a compiler."""
+
+    def kernels(sizes: Iterable[int]) -> set[tuple[int, Merge]]:
+        configs = [(rows, config_for(rows, 4 * kv_heads, kv_heads, 64, H200_MULTIPROCESSORS)) for rows in sizes]
+        return {(row_places(rows, max_rows), config.merge) for rows, config in configs}
+
+    assert kernels(capture_sizes(max_rows)) == kernels(range(1, max_rows + 1))
 
 
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(4, 32, 16), (40, 24, 8), full(128, 512, 64)])
