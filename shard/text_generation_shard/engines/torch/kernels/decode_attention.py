@@ -1,13 +1,13 @@
 """Attention of one query token per row over the paged cache: flash decoding, with the keys of all rows divided over programs.
 
-A program handles one KV head, and an equal share of the blocks of all rows in a list: a part of a long row, or several short rows. All
-query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and
+A program handles one KV head, and an equal share of the list of the visible blocks of all rows: a part of a long row, or several short
+rows. All query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and
 values are read once. If a row is divided, each program writes its softmax-weighted mean and the log of its sum of weights, and these
 partial results are merged (Flash-Decoding, Dao et al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by
 a second kernel if there are few rows, else by the last program of a row.
 
 Lengths and block tables are read on the device. The number of programs does not depend on the lengths, so that a CUDA graph can be
-replayed with others.
+replayed with others. How a row is divided depends on the lengths of all rows, and so does the rounding of its result.
 """
 
 import torch
@@ -31,8 +31,8 @@ from text_generation_shard.engines.torch.kernels.pdl import pdl, wait_for_previo
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
-_LEAST = tl.constexpr(2)
-"""Fewest blocks of a program: of single blocks, more time would be taken by the merge."""
+_LEAST_BLOCKS = tl.constexpr(2)
+"""Fewest blocks of a program: the merge of results of single blocks would take more time than it saves."""
 LATENT_HEADS = 64
 """Most query heads of a program that reads latent rows: eight warps hold their results."""
 
@@ -69,9 +69,10 @@ class DecodeAttention:
         multiprocessors = gpu.multi_processor_count if gpu else 1
         shape = num_heads, num_kv_heads, head_dim, multiprocessors, 8 if latent else 4
         self._configs = [config or config_for(rows, *shape) for rows in range(1, max_rows + 1)]
-        parts = max(config.programs + rows for rows, config in enumerate(self._configs, start=1))
-        self._partials = torch.empty(parts, num_heads, self._value_dim, dtype=torch.float32, device=device)
-        self._logs = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
+        # See `_parts`.
+        lines = max(config.programs + rows for rows, config in enumerate(self._configs, start=1))
+        self._partials = torch.empty(lines, num_heads, self._value_dim, dtype=torch.float32, device=device)
+        self._logs = torch.empty(lines, num_heads, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
 
     def run(
@@ -372,7 +373,7 @@ def _divide(
     slot = tl.load(slots + row, mask=row < num_rows, other=-1)
     blocks = position // BLOCK + 1 - tl.maximum(position - window + 1, 0) // BLOCK
     ends = tl.cumsum(tl.where(slot >= 0, blocks, 0), axis=0)
-    return ends, tl.maximum(tl.cdiv(tl.max(ends, axis=0), programs), _LEAST)
+    return ends, tl.maximum(tl.cdiv(tl.max(ends, axis=0), programs), _LEAST_BLOCKS)
 
 
 @triton.jit
@@ -384,6 +385,10 @@ def _blocks_of(ends: tl.tensor, row: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.
 
 @triton.jit
 def _parts(start: tl.tensor, stop: tl.tensor, share: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first program of a row, and how many read a part of it. Each part has a line: its program plus its row."""
+    """Return the first program of a row, and how many read a part of it.
+
+    The line of a part among the partial results is its program plus its row. No two parts have the same: of the programs of two
+    rows, only the last one of the first row may be the first one of the next.
+    """
     first = start // share
     return first, tl.maximum(stop - 1, 0) // share - first + 1

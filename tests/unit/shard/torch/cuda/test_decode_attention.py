@@ -192,7 +192,7 @@ def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.
     )
 
 
-def test_a_second_kernel_merges_if_there_are_few_programs() -> None:
+def test_a_second_kernel_merges_if_there_are_few_rows() -> None:
     merges = [config_for(rows, 32, 8, 128, H200_MULTIPROCESSORS).merge for rows in (1, 8, 32, 128)]
     assert merges == ["second kernel", "second kernel", "last arrival", "last arrival"]
 
