@@ -215,7 +215,7 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     last_row = tl.sum((ends < end).to(tl.int32), axis=0)
     for row in range(first_row, last_row + 1):
         start, stop = _blocks_of(ends, row, ROWS)
-        # A row without a slot has no blocks.
+        # See `_divide`: all rows of a step have blocks.
         if start < stop:
             position = tl.load(positions + row)
             table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
@@ -370,6 +370,7 @@ def _divide(
     """Return the end of each row in the list of the visible blocks of all rows, [ROWS], and the blocks of a program."""
     row = tl.arange(0, ROWS)
     position = tl.load(positions + row, mask=row < num_rows, other=0)
+    # No slot of a step is negative: the condition loads the slots together with the positions, before a row is known.
     slot = tl.load(slots + row, mask=row < num_rows, other=-1)
     blocks = position // BLOCK + 1 - tl.maximum(position - window + 1, 0) // BLOCK
     ends = tl.cumsum(tl.where(slot >= 0, blocks, 0), axis=0)
