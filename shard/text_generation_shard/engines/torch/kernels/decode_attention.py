@@ -20,8 +20,11 @@ from text_generation_shard.engines.torch.kernels.arrival import arrives_last
 from text_generation_shard.engines.torch.kernels.decode_launch import (
     FLOATS_PER_WARP,
     LaunchConfig,
+    blocks_of,
     config_for,
+    divide,
     group_rows,
+    parts_of,
     row_places,
 )
 from text_generation_shard.engines.torch.kernels.operands import DecodeStep
@@ -31,8 +34,6 @@ from text_generation_shard.engines.torch.kernels.pdl import pdl, wait_for_previo
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
-_LEAST_BLOCKS = tl.constexpr(2)
-"""Fewest blocks of a program: the merge of results of single blocks would take more time than it saves."""
 LATENT_HEADS = 64
 """Most query heads of a program that reads latent rows: eight warps hold their results."""
 
@@ -69,7 +70,7 @@ class DecodeAttention:
         multiprocessors = gpu.multi_processor_count if gpu else 1
         shape = num_heads, num_kv_heads, head_dim, multiprocessors, 8 if latent else 4
         self._configs = [config or config_for(rows, *shape) for rows in range(1, max_rows + 1)]
-        # See `_parts`.
+        # See `parts_of`.
         lines = max(config.programs + rows for rows, config in enumerate(self._configs, start=1))
         self._partials = torch.empty(lines, num_heads, self._value_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(lines, num_heads, dtype=torch.float32, device=device)
@@ -137,7 +138,6 @@ class DecodeAttention:
         if config.programs > 1 and config.merge == "second kernel":
             _merge_kernel[(self._num_heads, rows)](
                 step.positions,
-                step.slots,
                 out,
                 self._partials,
                 self._logs,
@@ -195,7 +195,7 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
 ) -> None:
     wait_for_previous(USE_PDL)
     kv_head, program = tl.program_id(0), tl.program_id(1)
-    ends, share = _divide(positions, slots, window, num_rows, tl.num_programs(1), ROWS, BLOCK)
+    ends, share = divide(positions, window, num_rows, tl.num_programs(1), ROWS, BLOCK)
     # The program's part of the list of all blocks.
     begin = program * share
     end = tl.minimum(begin + share, tl.max(ends, axis=0))
@@ -214,123 +214,119 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
     first_row = tl.sum((ends <= begin).to(tl.int32), axis=0)
     last_row = tl.sum((ends < end).to(tl.int32), axis=0)
     for row in range(first_row, last_row + 1):
-        start, stop = _blocks_of(ends, row, ROWS)
-        # See `_divide`: all rows of a step have blocks.
-        if start < stop:
-            position = tl.load(positions + row)
-            table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
-            query_rows = queries + row * query_stride + heads[:, None] * HEAD_DIM
-            query = tl.load(query_rows + dims[None, :], mask=is_head & is_dim, other=0.0)
+        start, stop = blocks_of(ends, row, ROWS)
+        position = tl.load(positions + row)
+        table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
+        query_rows = queries + row * query_stride + heads[:, None] * HEAD_DIM
+        query = tl.load(query_rows + dims[None, :], mask=is_head & is_dim, other=0.0)
+        if REST:
+            rest = VALUE_DIM + tl.arange(0, REST)
+            is_rest = (rest < HEAD_DIM)[None, :]
+            query_rest = tl.load(query_rows + rest[None, :], mask=is_head & is_rest, other=0.0)
+        # Scores are in units of log 2, because the hardware computes exp2.
+        row_scale = scale
+        maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_ROWS], tl.float32)
+        if pairs is None:
+            mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+        else:
+            # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers. Queries in bfloat16 may exceed it.
+            largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), 1e-30)
+            query = (query / largest).to(tl.float16)
+            row_scale *= largest
+            mean = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
+            odd = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
+            pair_dims = tl.arange(0, WIDTH // 2)
+        first_block = tl.maximum(position - window + 1, 0) // BLOCK - start
+        # The padding of a row has no keys.
+        end_block = tl.minimum(first_block + tl.minimum(end, stop), position // BLOCK + 1)
+        first_block += tl.maximum(begin, start)
+        # Block numbers are loaded one iteration ahead.
+        number = tl.load(table + first_block)
+        for block in range(first_block, end_block):
+            next_number = tl.load(table + tl.minimum(block + 1, end_block - 1))
+            # A block has at least one visible key, so the maximum is finite. Masked keys are not loaded: they may be NaN.
+            visible = offsets <= position - block * BLOCK
+            if HAS_WINDOW:
+                visible &= offsets > position - window - block * BLOCK
+            rows = keys_of_head + number.to(tl.int64) * block_numbers + offsets[:, None] * HEAD_DIM
+            key = tl.load(rows + dims[None, :], mask=visible[:, None] & is_dim, other=0.0)
+            # FP8 keys and values are exact in the data type of the query.
+            scores = tl.dot(query, tl.trans(key.to(query.dtype)))
             if REST:
-                rest = VALUE_DIM + tl.arange(0, REST)
-                is_rest = (rest < HEAD_DIM)[None, :]
-                query_rest = tl.load(query_rows + rest[None, :], mask=is_head & is_rest, other=0.0)
-            # Scores are in units of log 2, because the hardware computes exp2.
-            row_scale = scale
-            maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([GROUP_ROWS], tl.float32)
+                value = key
+                key_rest = tl.load(rows + rest[None, :], mask=visible[:, None] & is_rest, other=0.0)
+                scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
+            elif pairs is None:
+                value = tl.load(
+                    rows + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=visible[:, None] & is_dim, other=0.0
+                )
+            else:
+                # Bytes cannot be transposed on their way to a matrix product, numbers of 16 bits can: pairs of columns.
+                pair_rows = number.to(tl.int64) * (block_numbers // 2) + (KV_HEADS + kv_head) * (BLOCK * HEAD_DIM // 2)
+                value = tl.load(
+                    pairs + pair_rows + offsets[:, None] * (HEAD_DIM // 2) + pair_dims[None, :],
+                    mask=visible[:, None] & (pair_dims < HEAD_DIM // 2)[None, :],
+                    other=0,
+                )
+            scores *= row_scale
+            if HAS_SOFTCAP:
+                # tanh(x) = 2 · sigmoid(2x) - 1.
+                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+            scores = tl.where(visible[None, :], scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_maximum[:, None])
+            decay = tl.exp2(maximum - new_maximum)
+            total = total * decay + tl.sum(weights, axis=1)
             if pairs is None:
-                mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+                mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
             else:
-                # In float16 FP8 numbers are exact and the conversion is one instruction for two numbers. Queries in bfloat16 may exceed it.
-                largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), 1e-30)
-                query = (query / largest).to(tl.float16)
-                row_scale *= largest
-                mean = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
-                odd = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
-                pair_dims = tl.arange(0, WIDTH // 2)
-            first_block = tl.maximum(position - window + 1, 0) // BLOCK - start
-            end_block = first_block + tl.minimum(end, stop)
-            first_block += tl.maximum(begin, start)
-            # Block numbers are loaded one iteration ahead.
-            number = tl.load(table + first_block)
-            for block in range(first_block, end_block):
-                next_number = tl.load(table + tl.minimum(block + 1, end_block - 1))
-                # A block has at least one visible key, so the maximum is finite. Masked keys are not loaded: they may be NaN.
-                visible = offsets <= position - block * BLOCK
-                if HAS_WINDOW:
-                    visible &= offsets > position - window - block * BLOCK
-                rows = keys_of_head + number.to(tl.int64) * block_numbers + offsets[:, None] * HEAD_DIM
-                key = tl.load(rows + dims[None, :], mask=visible[:, None] & is_dim, other=0.0)
-                # FP8 keys and values are exact in the data type of the query.
-                scores = tl.dot(query, tl.trans(key.to(query.dtype)))
-                if REST:
-                    value = key
-                    key_rest = tl.load(rows + rest[None, :], mask=visible[:, None] & is_rest, other=0.0)
-                    scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores)
-                elif pairs is None:
-                    value = tl.load(
-                        rows + KV_HEADS * BLOCK * HEAD_DIM + dims[None, :], mask=visible[:, None] & is_dim, other=0.0
-                    )
-                else:
-                    # Bytes cannot be transposed on their way to a matrix product, numbers of 16 bits can: pairs of columns.
-                    pair_rows = number.to(tl.int64) * (block_numbers // 2) + (KV_HEADS + kv_head) * (
-                        BLOCK * HEAD_DIM // 2
-                    )
-                    value = tl.load(
-                        pairs + pair_rows + offsets[:, None] * (HEAD_DIM // 2) + pair_dims[None, :],
-                        mask=visible[:, None] & (pair_dims < HEAD_DIM // 2)[None, :],
-                        other=0,
-                    )
-                scores *= row_scale
-                if HAS_SOFTCAP:
-                    # tanh(x) = 2 · sigmoid(2x) - 1.
-                    scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
-                scores = tl.where(visible[None, :], scores, float("-inf"))
-                new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-                weights = tl.exp2(scores - new_maximum[:, None])
-                decay = tl.exp2(maximum - new_maximum)
-                total = total * decay + tl.sum(weights, axis=1)
-                if pairs is None:
-                    mean = tl.dot(weights.to(query.dtype), value.to(query.dtype), mean * decay[:, None])
-                else:
-                    low = value.to(tl.int8).to(key.dtype, bitcast=True)
-                    high = (value >> 8).to(tl.int8).to(key.dtype, bitcast=True)
-                    mean = tl.dot(weights.to(query.dtype), low.to(query.dtype), mean * decay[:, None])
-                    odd = tl.dot(weights.to(query.dtype), high.to(query.dtype), odd * decay[:, None])
-                maximum = new_maximum
-                number = next_number
-            if pairs is not None:
-                mean = tl.interleave(mean, odd)
-            first_part, parts = _parts(start, stop, share)
-            if sinks is not None:
-                # A row that is divided adds the sinks when its parts are merged.
-                total = tl.where(parts == 1, total + group_sink_weights(sinks, heads, GROUP, maximum), total)
-            mean = mean / total[:, None]
-            if scales is not None:
-                mean *= tl.load(scales + KV_HEADS + kv_head)
+                low = value.to(tl.int8).to(key.dtype, bitcast=True)
+                high = (value >> 8).to(tl.int8).to(key.dtype, bitcast=True)
+                mean = tl.dot(weights.to(query.dtype), low.to(query.dtype), mean * decay[:, None])
+                odd = tl.dot(weights.to(query.dtype), high.to(query.dtype), odd * decay[:, None])
+            maximum = new_maximum
+            number = next_number
+        if pairs is not None:
+            mean = tl.interleave(mean, odd)
+        first_part, parts = parts_of(start, stop, share)
+        if sinks is not None:
+            # A row that is divided adds the sinks when its parts are merged.
+            total = tl.where(parts == 1, total + group_sink_weights(sinks, heads, GROUP, maximum), total)
+        mean = mean / total[:, None]
+        if scales is not None:
+            mean *= tl.load(scales + KV_HEADS + kv_head)
 
-            if parts == 1:
-                targets = out + row * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
-                tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
-            else:
-                lines = (program + row) * (KV_HEADS * GROUP) + heads
-                tl.store(partials + lines[:, None] * VALUE_DIM + dims[None, :], mean, mask=is_head & is_dim)
-                tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
-                if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
-                    if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
-                        merge(
-                            partials,
-                            logs,
-                            sinks,
-                            out,
-                            row,
-                            first_part + row,
-                            parts,
-                            kv_head * GROUP,
-                            out_stride,
-                            KV_HEADS * GROUP,
-                            GROUP,
-                            VALUE_DIM,
-                            WIDTH,
-                            MERGED,
-                        )
+        if parts == 1:
+            targets = out + row * out_stride + heads[:, None] * VALUE_DIM + dims[None, :]
+            tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
+        else:
+            lines = (program + row) * (KV_HEADS * GROUP) + heads
+            tl.store(partials + lines[:, None] * VALUE_DIM + dims[None, :], mean, mask=is_head & is_dim)
+            tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
+            if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
+                if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
+                    merge(
+                        partials,
+                        logs,
+                        sinks,
+                        out,
+                        row,
+                        first_part + row,
+                        parts,
+                        kv_head * GROUP,
+                        out_stride,
+                        KV_HEADS * GROUP,
+                        GROUP,
+                        VALUE_DIM,
+                        WIDTH,
+                        MERGED,
+                    )
 
 
 @triton.jit(do_not_specialize=["window", "num_rows", "programs"])
 def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     positions: tl.tensor,
-    slots: tl.tensor,
     out: tl.tensor,
     partials: tl.tensor,
     logs: tl.tensor,
@@ -349,47 +345,9 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 ) -> None:
     wait_for_previous(USE_PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    ends, share = _divide(positions, slots, window, num_rows, programs, ROWS, BLOCK)
-    start, stop = _blocks_of(ends, row, ROWS)
-    first, parts = _parts(start, stop, share)
+    ends, share = divide(positions, window, num_rows, programs, ROWS, BLOCK)
+    start, stop = blocks_of(ends, row, ROWS)
+    first, parts = parts_of(start, stop, share)
     if parts > 1:
         line = first + row
         merge(partials, logs, sinks, out, row, line, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
-
-
-@triton.jit
-def _divide(
-    positions: tl.tensor,
-    slots: tl.tensor,
-    window: int,
-    num_rows: int,
-    programs: int,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the end of each row in the list of the visible blocks of all rows, [ROWS], and the blocks of a program."""
-    row = tl.arange(0, ROWS)
-    position = tl.load(positions + row, mask=row < num_rows, other=0)
-    # No slot of a step is negative: the condition loads the slots together with the positions, before a row is known.
-    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
-    blocks = position // BLOCK + 1 - tl.maximum(position - window + 1, 0) // BLOCK
-    ends = tl.cumsum(tl.where(slot >= 0, blocks, 0), axis=0)
-    return ends, tl.maximum(tl.cdiv(tl.max(ends, axis=0), programs), _LEAST_BLOCKS)
-
-
-@triton.jit
-def _blocks_of(ends: tl.tensor, row: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return where a row begins and ends in the list of blocks."""
-    rows = tl.arange(0, ROWS)
-    return tl.max(tl.where(rows < row, ends, 0), axis=0), tl.max(tl.where(rows <= row, ends, 0), axis=0)
-
-
-@triton.jit
-def _parts(start: tl.tensor, stop: tl.tensor, share: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first program of a row, and how many read a part of it.
-
-    The line of a part among the partial results is its program plus its row. No two parts have the same: of the programs of two
-    rows, only the last one of the first row may be the first one of the next.
-    """
-    first = start // share
-    return first, tl.maximum(stop - 1, 0) // share - first + 1

@@ -170,15 +170,22 @@ def test_a_single_long_row_is_read_by_many_programs(merge: Merge, device: torch.
 def test_a_program_reads_a_part_of_a_row_or_several_rows(
     programs: int, merge: Merge, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Rows without a slot are left out, wherever they are."""
     case = a_case(LLAMA, [5, 300, 1, 16, 33, 90, 2], device, dtype)
-    slots = case.step.slots.clone()
-    slots[[2, 6]] = -1
     attention = DecodeAttention(*LLAMA, 7, device, config=replace(DIVIDED, programs=programs, merge=merge))
-    out, expected = replace(case, step=replace(case.step, slots=slots)).run(attention), case.expected(None)
-    assert out[[2, 6]].isnan().all()
-    kept = [0, 1, 3, 4, 5]
-    assert error(out[kept], expected[kept]) < TOLERANCES[dtype]
+    assert error(case.run(attention), case.expected(None)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[130] * 7, [130, 125, 135, 110, 128, 130, 121], [40] * 7, [140, 125, 130, 32, 30, 35, 3]]
+)
+@pytest.mark.parametrize(("window", "programs"), [(None, 4), (None, 7), (None, 15), (60, 7)])
+def test_rows_of_about_equal_length_are_divided_alike(
+    window: int | None, programs: int, lengths: list[int], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Four programs read two rows each, seven one row, and 15 read a half."""
+    case = a_case(SMOL, lengths, device, dtype, window)
+    attention = DecodeAttention(*SMOL, 7, device, config=replace(DIVIDED, programs=programs))
+    assert error(case.run(attention, window), case.expected(window)) < TOLERANCES[dtype]
 
 
 def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.dtype) -> None:
