@@ -203,7 +203,9 @@ class Restarts:
             # No unit serves and none has a restart left. A loading one counts as not serving.
             hopeless = all(not each.serving.is_set() and self.policy.hopeless(each.streak) for each in self.units)
             delay = None if hopeless else self.policy.delay(unit.streak)
-            log.error(unit.event("died"), **fields, restart_in_s=delay)
+            # One that was told to stop, such as a shard that drained, ended with 0.
+            record, happening = (log.error, "died") if end.code else (log.warning, "ended")
+            record(unit.event(happening), **fields, restart_in_s=delay)
             if hopeless:
                 self.stop.requests_lost()
                 raise ServerEnded(self.give_up(end.child))

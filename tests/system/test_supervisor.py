@@ -69,6 +69,16 @@ async def test_stable_serving_resets_the_failure_streak(server: FakeServer) -> N
             await server.wait_for("shard-0 serves")
 
 
+async def test_a_shard_that_was_told_to_stop_has_ended_and_is_restarted(server: FakeServer) -> None:
+    async with server.running(RestartPolicy(delays=(0.0,)), server.shard(0), server.shard(1)):
+        os.kill(server.pids["shard-0"], signal.SIGTERM)
+        ended = await server.log.next("shard ended")
+        assert (ended["exit_code"], ended["restart_in_s"]) == (0, 0.0)
+        await server.log.next("shard serves again")
+        await server.wait_for("shard-0 serves")
+        assert server.log.rest("shard died") == []
+
+
 async def test_hopeless_shard_is_restarted_while_another_serves(server: FakeServer) -> None:
     """The other one counts as serving even if its own restarts are used up."""
     policy = RestartPolicy(max_restarts=1, delays=(0.0, 0.01), stable_after=NEVER_STABLE)
