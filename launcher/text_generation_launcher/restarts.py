@@ -203,8 +203,9 @@ class Restarts:
             # No unit serves and none has a restart left. A loading one counts as not serving.
             hopeless = all(not each.serving.is_set() and self.policy.hopeless(each.streak) for each in self.units)
             delay = None if hopeless else self.policy.delay(unit.streak)
-            # One that was told to stop, such as a shard that drained, ended with 0.
-            record, happening = (log.error, "died") if end.code else (log.warning, "ended")
+            # A unit that served and ended with 0 was told to stop. It counts as a death: nothing else tells when to give up.
+            planned = served > 0 and end.code == 0 and delay is not None
+            record, happening = (log.warning, "ended") if planned else (log.error, "died")
             record(unit.event(happening), **fields, restart_in_s=delay)
             if hopeless:
                 self.stop.requests_lost()

@@ -130,8 +130,8 @@ class LogRecords:
     def __init__(self) -> None:
         self._records: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
 
-    def __call__(self, _logger: object, _method: str, record: MutableMapping[str, Any]) -> Mapping[str, Any]:
-        self._records.put_nowait(record)
+    def __call__(self, _logger: object, method: str, record: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        self._records.put_nowait({**record, "level": method})
         raise structlog.DropEvent
 
     async def next(self, event: str) -> MutableMapping[str, Any]:

@@ -69,14 +69,19 @@ async def test_stable_serving_resets_the_failure_streak(server: FakeServer) -> N
             await server.wait_for("shard-0 serves")
 
 
-async def test_a_shard_that_was_told_to_stop_has_ended_and_is_restarted(server: FakeServer) -> None:
+async def test_a_shard_that_was_told_to_stop_is_no_error_in_the_log(server: FakeServer) -> None:
     async with server.running(RestartPolicy(delays=(0.0,)), server.shard(0), server.shard(1)):
         os.kill(server.pids["shard-0"], signal.SIGTERM)
-        ended = await server.log.next("shard ended")
-        assert (ended["exit_code"], ended["restart_in_s"]) == (0, 0.0)
-        await server.log.next("shard serves again")
-        await server.wait_for("shard-0 serves")
-        assert server.log.rest("shard died") == []
+        await server.wait_for("shard-0 stops", "shard-0 serves")
+    (ended,) = server.log.rest("shard ended")
+    assert (ended["level"], ended["exit_code"], ended["restart_in_s"]) == ("warning", 0, 0.0)
+
+
+async def test_a_shard_that_ends_for_good_is_an_error_in_the_log(server: FakeServer) -> None:
+    async with server.running(RestartPolicy(max_restarts=0), server.shard(0), server.shard(1)):
+        os.kill(server.pids["shard-0"], signal.SIGTERM)
+        died = await server.log.next("shard died")
+        assert (died["level"], died["exit_code"], died["restart_in_s"]) == ("error", 0, None)
 
 
 async def test_hopeless_shard_is_restarted_while_another_serves(server: FakeServer) -> None:
