@@ -1,7 +1,7 @@
 """Attention of one query token per row over the paged cache: flash decoding, with the keys of all rows divided over programs.
 
-A program handles one KV head, and an equal share of the list of the visible blocks of all rows: a part of a long row, or several short
-rows. All query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and
+A program handles one KV head, and about an equal share of the visible blocks of all rows: a part of a long row, or several short
+rows (`divide`). All query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and
 values are read once. If a row is divided, each program writes its softmax-weighted mean and the log of its sum of weights, and these
 partial results are merged (Flash-Decoding, Dao et al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by
 a second kernel if there are few rows, else by the last program of a row.
@@ -237,10 +237,10 @@ def _attend_kernel(  # noqa: C901, PLR0913, PLR0915 – a kernel's arguments are
             mean = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
             odd = tl.zeros([GROUP_ROWS, WIDTH // 2], tl.float32)
             pair_dims = tl.arange(0, WIDTH // 2)
-        first_block = tl.maximum(position - window + 1, 0) // BLOCK - start
-        # The padding of a row has no keys.
-        end_block = tl.minimum(first_block + tl.minimum(end, stop), position // BLOCK + 1)
-        first_block += tl.maximum(begin, start)
+        shift = tl.maximum(position - window + 1, 0) // BLOCK - start
+        first_block = shift + tl.maximum(begin, start)
+        # The padding of a row has no keys, and no places in the block table.
+        end_block = tl.minimum(shift + tl.minimum(end, stop), position // BLOCK + 1)
         # Block numbers are loaded one iteration ahead.
         number = tl.load(table + first_block)
         for block in range(first_block, end_block):

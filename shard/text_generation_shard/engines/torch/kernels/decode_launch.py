@@ -1,4 +1,7 @@
-"""The division of the work of decode attention over programs: their number by the number of rows, their parts by the lengths."""
+"""The division of the work of decode attention over programs.
+
+The number of programs follows from the number of rows, on the host; the keys of each from the lengths, on the device.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +23,9 @@ head_dim 128, 600 tokens: second kernel 5.4 µs and last arrival 7.0 µs at one 
 
 _LEAST_BLOCKS = tl.constexpr(2)
 """Fewest blocks of a program: the merge of results of single blocks would take more time than it saves."""
-_MOST_PADDING = tl.constexpr(4)
-"""The share of a program may grow by a fourth, so that rows are cut at fewer places. Measured on an H200 against no growth, 8 KV heads:
-128 rows of 512 to 640 tokens take 0.94 of the time. With growth by an eighth 256 such rows take 1.03 times as long."""
+_GROWTH_DIVISOR = tl.constexpr(4)
+"""The share of a program may grow by a fourth, so that rows are cut at fewer places. Measured on an H200, 8 KV heads, rows of 512 to 640
+tokens: with growth by a fourth 128 rows take 0.94 of the time without growth, and 256 rows 0.98; with an eighth 0.94 and 1.01."""
 
 FEW_ROWS = 32
 """Rows up to which one kernel adds up the blocks of as many rows. So many that each kernel runs in a step of a size that is captured at
@@ -80,10 +83,13 @@ def divide(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the end of each row in the list of the visible blocks of all rows, [ROWS], and the blocks of a program.
+    """Return the end of each row in the list of blocks, [ROWS], and the share of a program: the most blocks that it reads.
 
-    A program that reads parts of two rows waits twice for their first blocks, and the parts of a row must be merged. So if a larger
-    share suffices, rows are padded to a multiple of a part of the longest one, and a program reads one part, or several short rows.
+    The list has the visible blocks of all rows, at least one of each. A program that reads parts of two rows waits twice for their
+    first blocks, and the parts of a row must be merged. So if a larger share suffices, rows are padded to a multiple of a part of the
+    longest one, and a program reads one part, or several whole rows.
+
+    Padding is shorter than a part, and the share a multiple of it, so each part of a row has a visible block.
     """
     row = tl.arange(0, ROWS)
     position = tl.load(positions + row, mask=row < num_rows, other=0)
@@ -91,26 +97,27 @@ def divide(
     blocks = tl.where(row < num_rows, blocks, 0)
     total = tl.sum(blocks, axis=0)
     share = tl.maximum(tl.cdiv(total, programs), _LEAST_BLOCKS)
+    # One row shares no program with another.
     if ROWS > 1:
-        longest, most = tl.max(blocks, axis=0), share + share // _MOST_PADDING
+        longest, limit = tl.max(blocks, axis=0), share + share // _GROWTH_DIVISOR
         part = tl.maximum(tl.cdiv(longest, tl.maximum(longest * programs // total, 1)), _LEAST_BLOCKS)
-        parts = tl.maximum(most // longest, 1)
+        together = tl.maximum(limit // longest, 1)
         padded = tl.cdiv(blocks, part) * part
-        fits = (part * parts <= most) & (tl.sum(padded, axis=0) <= programs * parts * part)
-        blocks, share = tl.where(fits, padded, blocks), tl.where(fits, parts * part, share)
+        fits = (together * part <= limit) & (tl.sum(padded, axis=0) <= programs * together * part)
+        blocks, share = tl.where(fits, padded, blocks), tl.where(fits, together * part, share)
     return tl.cumsum(blocks, axis=0), share
 
 
 @triton.jit
 def blocks_of(ends: tl.tensor, row: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return where a row begins and ends in the list of blocks."""
+    """Return where a row begins and ends in the list of blocks, with its padding."""
     rows = tl.arange(0, ROWS)
     return tl.max(tl.where(rows < row, ends, 0), axis=0), tl.max(tl.where(rows <= row, ends, 0), axis=0)
 
 
 @triton.jit
 def parts_of(start: tl.tensor, stop: tl.tensor, share: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first program of a row, and how many read a part of it.
+    """Return the first program of a row, and how many read a part of it: padding adds none.
 
     The line of a part among the partial results is its program plus its row. No two parts have the same: of the programs of two
     rows, only the last one of the first row may be the first one of the next.

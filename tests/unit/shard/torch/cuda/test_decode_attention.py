@@ -176,13 +176,12 @@ def test_a_program_reads_a_part_of_a_row_or_several_rows(
 
 
 @pytest.mark.parametrize(
-    "lengths", [[130] * 7, [130, 125, 135, 110, 128, 130, 121], [40] * 7, [140, 125, 130, 32, 30, 35, 3]]
+    ("lengths", "programs", "window"),
+    [([130] * 7, 4, None), ([130, 125, 135, 110, 128, 130, 121], 15, None), ([140, 3, 137, 132, 60, 65, 1], 7, 60)],
 )
-@pytest.mark.parametrize(("window", "programs"), [(None, 4), (None, 7), (None, 15), (60, 7)])
-def test_rows_of_about_equal_length_are_divided_alike(
-    window: int | None, programs: int, lengths: list[int], device: torch.device, dtype: torch.dtype
+def test_rows_are_cut_at_the_same_places(
+    lengths: list[int], programs: int, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Four programs read two rows each, seven one row, and 15 read a half."""
     case = a_case(SMOL, lengths, device, dtype, window)
     attention = DecodeAttention(*SMOL, 7, device, config=replace(DIVIDED, programs=programs))
     assert error(case.run(attention, window), case.expected(window)) < TOLERANCES[dtype]
