@@ -86,11 +86,8 @@ async def test_sequences_of_a_shard_that_stops_move_without_being_computed_again
     async def stop_a_shard(stack: Stack) -> None:
         while await metric(session, stack, "tgi_batch_current_size") < 6:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        loaded = await metric(session, stack, "text_generation_host_cache_loaded_blocks_total")
         stack.shard(0).terminate()
         stack.wait_for("shard stopped", "router")
-        assert await metric(session, stack, "text_generation_host_cache_loaded_blocks_total") > loaded
-        assert await metric(session, stack, "text_generation_request_moves_total") == 0, "none lost its shard"
 
     async def answers(stack: Stack, numbers: range, *, stopping: bool = False) -> list[str]:
         async with asyncio.TaskGroup() as group:
@@ -100,6 +97,9 @@ async def test_sequences_of_a_shard_that_stops_move_without_being_computed_again
         return [task.result() for task in tasks]
 
     with running(model, *flags, "--host-cache-size", "32MiB", engine="torch") as stack:
+        loaded = await metric(session, stack, "text_generation_host_cache_loaded_blocks_total")
         texts = await answers(stack, range(6), stopping=True)
+        assert await metric(session, stack, "text_generation_host_cache_loaded_blocks_total") > loaded
+        assert await metric(session, stack, "text_generation_request_moves_total") == 0, "none lost its shard"
         stack.wait_for("shard joined again", "router")
         assert await answers(stack, range(6)) == texts
