@@ -1,10 +1,10 @@
 """Attention of one query token per row over the paged cache: flash decoding, with the keys of all rows divided over programs.
 
-A program handles one KV head, and about an equal share of the visible blocks of all rows: a part of a long row, or several short
-rows (`divide`). All query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and
-values are read once. If a row is divided, each program writes its softmax-weighted mean and the log of its sum of weights, and these
-partial results are merged (Flash-Decoding, Dao et al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by
-a second kernel if there are few rows, else by the last program of a row.
+A program handles one KV head, and about an equal share of the visible blocks of all rows: a part of a long row, or several short rows
+(`divide`). All query heads that share the KV head are the rows of one matrix product (grouped-query attention, Ainslie et al. 2023), so
+keys and values are read once. If a row is divided, each program writes its softmax-weighted mean and the log of its sum of weights, and
+these partial results are merged (Flash-Decoding, Dao et al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022):
+by a second kernel if there are few rows, else by the last program of a row.
 
 Lengths and block tables are read on the device. The number of programs does not depend on the lengths, so that a CUDA graph can be
 replayed with others. How a row is divided depends on the lengths of all rows, and so does the rounding of its result.
